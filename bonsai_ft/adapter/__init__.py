@@ -1,0 +1,32 @@
+"""How do LoRA and codebooks train, travel and swap as one adapter? The only floor that knows PEFT."""
+
+from bonsai_ft.adapter.attach import (
+    TernaryLoraConfig,
+    adapter_names,
+    adapter_state,
+    attach,
+    detach,
+    linear_names,
+    load_adapter_state,
+    set_adapter,
+    trainable_groups,
+)
+from bonsai_ft.adapter.files import load_adapter, save_adapter, save_peft
+from bonsai_ft.adapter.lora import TernaryLora, register_peft
+
+__all__ = [
+    "TernaryLora",
+    "TernaryLoraConfig",
+    "adapter_names",
+    "adapter_state",
+    "attach",
+    "detach",
+    "linear_names",
+    "load_adapter",
+    "load_adapter_state",
+    "register_peft",
+    "save_adapter",
+    "save_peft",
+    "set_adapter",
+    "trainable_groups",
+]

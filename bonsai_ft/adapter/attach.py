@@ -1,0 +1,200 @@
+"""How is an adapter put on a model, chosen, and taken apart into tensors?
+
+Tensor names here are those of the adapter file: `<module>.lora_A`, `<module>.lora_B`,
+`<module>.residual_codebook`, and `<module>.weight` for modules trained whole.
+"""
+
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from bonsai_ft.adapter.lora import register_peft
+from bonsai_ft.model import TernaryLinear
+
+_TO_FILE = [
+    (re.compile(r"\.lora_([AB])\.weight$"), r".lora_\1"),
+    (re.compile(r"\.lora_residual_codebook$"), ".residual_codebook"),
+]
+_FROM_FILE = [
+    (re.compile(r"\.lora_([AB])$"), r".lora_\1.weight"),
+    (re.compile(r"\.residual_codebook$"), ".lora_residual_codebook"),
+]
+
+
+@dataclass
+class TernaryLoraConfig(LoraConfig):
+    """A LoraConfig that can leave the codebooks alone."""
+
+    codebooks: bool = field(default=True, metadata={"help": "train and carry the codebooks"})
+
+
+def attach(model: nn.Module, config: LoraConfig, name: str = "default") -> None:
+    """Adds an adapter to `model` in place and makes it the active one.
+
+    Raises ValueError for a name that is taken or cannot be one, and for targets the model lacks.
+    """
+    if name in adapter_names(model):
+        raise ValueError(f"an adapter named {name!r} is attached already; choose another name")
+    if not name or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "__base__":
+        raise ValueError(
+            f"adapter name {name!r}: use letters, digits, '-' and '_' only (1 character or more)"
+        )
+    _check_targets(model, config)
+    register_peft()
+    with warnings.catch_warnings():
+        # several adapters on one model are meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        inject_adapter_in_model(config, model, adapter_name=name)
+    # new layers come in training mode, with dropout on
+    model.train(model.training)
+    set_adapter(model, name)
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    return list(getattr(model, "peft_config", {}) or {})
+
+
+def set_adapter(model: nn.Module, name: str | None) -> None:
+    """Swaps the active adapter; None gives the base back, bit for bit.
+
+    Flips two attributes per layer and touches no tensor. Raises ValueError for a name that is not
+    attached.
+    """
+    if name is not None and name not in adapter_names(model):
+        known = ", ".join(adapter_names(model)) or "none"
+        raise ValueError(f"there is no adapter named {name!r}; attached: {known}")
+    for layer in _layers(model):
+        layer._disable_adapters = name is None
+        if name is not None:
+            layer._active_adapter = [name]
+
+
+def detach(model: nn.Module, name: str) -> None:
+    """Removes an adapter and its tensors; the base is active afterwards.
+
+    Raises ValueError for a name that is not attached.
+    """
+    set_adapter(model, name)
+    set_adapter(model, None)
+    for layer in _layers(model):
+        with warnings.catch_warnings():
+            # PEFT says which adapter becomes active instead; here it is the base
+            warnings.simplefilter("ignore")
+            layer.delete_adapter(name)
+    del model.peft_config[name]
+    if model.peft_config:
+        set_adapter(model, None)
+        return
+    for path, module in list(model.named_modules()):
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            model.set_submodule(path, module.original_module)
+        elif isinstance(module, BaseTunerLayer):
+            model.set_submodule(path, module.get_base_layer())
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """Layers that carry adapters; listed once per attach, because walking a model costs more
+    than swapping."""
+    count = len(adapter_names(model))
+    known = model.__dict__.get("_bonsai_adapter_layers")
+    if known is None or known[0] != count:
+        found = [
+            m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+        known = (count, found)
+        model.__dict__["_bonsai_adapter_layers"] = known
+    return known[1]
+
+
+def trainable_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Trainable parameters by kind: "lora", "codebook" and "other" (modules trained whole)."""
+    groups: dict[str, list[nn.Parameter]] = {"lora": [], "codebook": [], "other": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if "residual_codebook" in name:
+            groups["codebook"].append(parameter)
+        elif "lora_" in name:
+            groups["lora"].append(parameter)
+        else:
+            groups["other"].append(parameter)
+    return groups
+
+
+def adapter_state(model: nn.Module, name: str = "default") -> dict[str, Tensor]:
+    """The adapter's tensors by file name, as they are held (float32 masters)."""
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return {_rename(key, _TO_FILE): value.detach() for key, value in state.items()}
+
+
+def load_adapter_state(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
+    """Fills an attached adapter; ValueError names the first tensor that has no place or no value."""
+    expected = adapter_state(model, name)
+    for key in sorted(set(expected) | set(tensors)):
+        if key not in tensors:
+            raise ValueError(f"tensor {key} is missing")
+        if key not in expected:
+            raise ValueError(f"tensor {key} has no place in the model")
+        if tensors[key].shape != expected[key].shape:
+            raise ValueError(
+                f"tensor {key} has shape {list(tensors[key].shape)}, "
+                f"the model needs {list(expected[key].shape)}"
+            )
+    with torch.no_grad():
+        for key, value in expected.items():
+            # state dicts share memory with the parameters, so the values go in place
+            value.copy_(tensors[key])
+
+
+def lora_state(model: nn.Module, name: str = "default") -> dict[str, Tensor]:
+    """PEFT's own keys for the LoRA part alone (no codebooks, no modules trained whole)."""
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return {
+        f"base_model.model.{key}": value.detach().contiguous()
+        for key, value in state.items()
+        if ".lora_A." in key or ".lora_B." in key
+    }
+
+
+def lora_config(model: nn.Module, name: str) -> LoraConfig:
+    return model.peft_config[name]
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all ternary layers, such as q_proj or down_proj."""
+    return sorted(
+        {
+            name.removesuffix(".base_layer").rsplit(".", 1)[-1]
+            for name, module in model.named_modules()
+            if isinstance(module, TernaryLinear)
+        }
+    )
+
+
+def _check_targets(model: nn.Module, config: LoraConfig) -> None:
+    names = [name.removesuffix(".base_layer") for name, _ in model.named_modules()]
+    for key, targets in (
+        ("adapter.target_modules", config.target_modules),
+        ("adapter.modules_to_save", config.modules_to_save),
+    ):
+        if targets is None or isinstance(targets, str):
+            continue
+        for target in targets:
+            if not any(n == target or n.endswith(f".{target}") for n in names):
+                raise ValueError(
+                    f"{key}: the model has no module {target!r}; "
+                    f"ternary layers are {', '.join(linear_names(model))}"
+                )
+
+
+def _rename(key: str, rules: list[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, replacement in rules:
+        key = pattern.sub(replacement, key)
+    return key

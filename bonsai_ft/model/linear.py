@@ -1,0 +1,135 @@
+"""How does a packed weight behave as a layer of a torch model?
+
+`TernaryLinear` stands where an `nn.Linear` stood. Signs, scales and codes are parameters that never
+train (parameters rather than buffers: DDP would broadcast buffers at every forward, FSDP shards only
+parameters, and users freeze by name); the codebook is the one tensor here that may.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bonsai_ft.format.weight import Residual, TernaryWeight
+from bonsai_ft.ops import ternary_linear
+
+
+class _RoundToStorage(torch.autograd.Function):
+    """Rounds to the dtype the file stores; the gradient passes straight through.
+
+    Forward sees exactly what will be exported, the optimiser keeps its small steps in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, master: Tensor, dtype: torch.dtype) -> Tensor:
+        return master.to(dtype).to(master.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+class TernaryLinear(nn.Module):
+    """y = x (S*T + R)^T + bias on packed weights: x [..., in] -> y [..., out] in the dtype of x.
+
+    `ternary`, `scale`, `codes`, `residual_mu`, `residual_sigma` are stored bits and keep their dtype
+    whatever `.to()` asks; `residual_codebook` is the float32 master of the stored codebook.
+    """
+
+    def __init__(self, weight: TernaryWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features = weight.in_features
+        self.out_features = weight.out_features
+        self.packing = weight.packing
+        self.ternary = _frozen(weight.ternary)
+        self.scale = _frozen(weight.scale)
+        if weight.residual is None:
+            self.codebook_dtype = torch.float16
+            self.register_parameter("codes", None)
+            self.register_parameter("residual_codebook", None)
+            self.register_buffer("residual_mu", None)
+            self.register_buffer("residual_sigma", None)
+        else:
+            self.codebook_dtype = weight.residual.codebook.dtype
+            self.codes = _frozen(weight.residual.codes)
+            self.residual_codebook = nn.Parameter(weight.residual.codebook.float())
+            self.register_buffer("residual_mu", weight.residual.mu)
+            self.register_buffer("residual_sigma", weight.residual.sigma)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The packed signs, under the name by which PEFT and others find a layer's device."""
+        return self.ternary
+
+    def codewords(self, codebook: Tensor | None = None) -> Tensor | None:
+        """Effective codewords mu + sigma * codebook, [G, K, d] float32, as they will be stored."""
+        codebook = self.residual_codebook if codebook is None else codebook
+        if codebook is None:
+            return None
+        rounded = _RoundToStorage.apply(codebook, self.codebook_dtype)
+        mu, sigma = self.residual_mu.to(codebook.dtype), self.residual_sigma.to(codebook.dtype)
+        return torch.addcmul(mu[:, None, None], sigma[:, None, None], rounded)
+
+    def forward(self, x: Tensor, codebook: Tensor | None = None) -> Tensor:
+        """An adapter passes its own `codebook` [G, K, d]; by default the layer's own is used."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = ternary_linear(
+            x,
+            self.ternary,
+            self.scale,
+            self.codes,
+            self.codewords(codebook),
+            self.in_features,
+            self.packing,
+        )
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def packed(self, codebook: Tensor | None = None) -> TernaryWeight:
+        """The layer as stored, with `codebook` in place of its own if one is given."""
+        residual = None
+        if self.residual_codebook is not None:
+            values = self.residual_codebook if codebook is None else codebook
+            residual = Residual(
+                codes=self.codes.detach(),
+                codebook=values.detach().to(self.codebook_dtype),
+                mu=self.residual_mu,
+                sigma=self.residual_sigma,
+            )
+        return TernaryWeight(
+            out_features=self.out_features,
+            in_features=self.in_features,
+            packing=self.packing,
+            ternary=self.ternary.detach(),
+            scale=self.scale.detach(),
+            residual=residual,
+        )
+
+    def _apply(self, fn, recurse=True):
+        # `.to(bfloat16)`, `.half()` and friends must move the packed tensors without rounding
+        # them: their dtypes are the file format's. The bias follows the model as usual.
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if tensor is self.bias or moved.dtype == tensor.dtype:
+                return moved
+            return tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def extra_repr(self) -> str:
+        residual = "none"
+        if self.residual_codebook is not None:
+            _, k, dim = self.residual_codebook.shape
+            residual = f"K={k}, d={dim}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, packing={self.packing}, residual: {residual}"
+        )
+
+
+def decode_weight(module: TernaryLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+    """S*T (+ R) of a layer as a float [out, in] tensor, for inspection and export."""
+    return module.packed().dequantize(dtype=dtype)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,36 @@
+"""Where are the files that are not Python packages: configs/, recipes/ and kernels/?
+
+In a wheel they lie inside the package, in a checkout beside it.
+"""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def resource(name: str) -> Path:
+    """The file or folder `name` (such as "configs"), from the wheel or the checkout."""
+    for root in (PACKAGE, PACKAGE.parent):
+        if (path := root / name).exists():
+            return path
+    raise FileNotFoundError(
+        f"{name!r} is neither in {PACKAGE} nor in {PACKAGE.parent}; reinstall bonsai-ft"
+    )
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The Python half of a recipe: `recipes/<name>.py`, or a user's own file by path."""
+    path = Path(name) if name.endswith(".py") else resource("recipes") / f"{name}.py"
+    if not path.is_file():
+        known = sorted(p.stem for p in resource("recipes").glob("*.py"))
+        raise ValueError(
+            f"recipe.name={name}: there is no {path}; known recipes: {', '.join(known)}, "
+            "or give the path of your own .py file"
+        )
+    spec = importlib.util.spec_from_file_location(f"bonsai_ft.recipes.{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
