@@ -80,7 +80,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data.sequence_length", self.sequence_length, 16)
         if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"data.held_out_fraction={self.held_out_fraction}: give a fraction between 0 and 1")
+            raise ValueError(
+                f"data.held_out_fraction={self.held_out_fraction}: give a fraction between 0 and 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,9 @@ class AdapterConfig:
         if not self.alpha > 0:
             raise ValueError(f"adapter.alpha={self.alpha}: it must be above 0")
         if not self.lora and not self.codebooks:
-            raise ValueError("adapter.lora and adapter.codebooks are both false: nothing would train")
+            raise ValueError(
+                "adapter.lora and adapter.codebooks are both false: nothing would train"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

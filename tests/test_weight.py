@@ -131,7 +131,7 @@ def test_from_tensors_names_what_is_missing_or_too_many():
         rest = {s: t for s, t in tensors.items() if s != suffix}
         with pytest.raises(ValueError, match=f"^{suffix}: the tensor is missing"):
             TernaryWeight.from_tensors(rest, **sizes)
-    with pytest.raises(ValueError, match="^bias: "):
+    with pytest.raises(ValueError, match=r"^bias: "):
         TernaryWeight.from_tensors({**tensors, "bias": torch.zeros(4)}, **sizes)
 
 
@@ -198,21 +198,21 @@ def test_validate_refuses_and_names_the_tensor(suffix, change, reason):
 def test_validate_refuses_a_base3_byte_above_242():
     weight = weight_of(*parts(4, 300), packing="base3")
     weight.validate()
-    with pytest.raises(ValueError, match="^ternary: .*242"):
+    with pytest.raises(ValueError, match=r"^ternary: .*242"):
         damaged(weight, "ternary", setting((2, 7), 243)).validate()
 
 
 def test_codebook_entries_beyond_the_last_input_must_be_zero():
     weight = weight_of(*parts(4, 576, dim=128))
     weight.validate()
-    with pytest.raises(ValueError, match="^residual_codebook: the last group has 64 inputs"):
+    with pytest.raises(ValueError, match=r"^residual_codebook: the last group has 64 inputs"):
         damaged(weight, "residual_codebook", setting((4, 1, 64), 0.5)).validate()
 
 
 @pytest.mark.parametrize("changes", [{"packing": "3bit"}, {"out_features": 0}, {"in_features": 0}])
 def test_validate_refuses_impossible_sizes_and_packings(changes):
     weight = dataclasses.replace(weight_of(*parts(4, 300)), **changes)
-    with pytest.raises(ValueError, match="^ternary: "):
+    with pytest.raises(ValueError, match=r"^ternary: "):
         weight.validate()
 
 

@@ -56,7 +56,10 @@ class TernaryLora(nn.Module, LoraLayer):
         for field in ("use_dora", "lora_bias"):
             if getattr(config, field, False):
                 raise ValueError(f"{field}=True is not supported on a ternary base")
-        if not isinstance(config.init_lora_weights, bool) and config.init_lora_weights != "gaussian":
+        if (
+            not isinstance(config.init_lora_weights, bool)
+            and config.init_lora_weights != "gaussian"
+        ):
             raise ValueError(
                 f"init_lora_weights={config.init_lora_weights!r} needs the float weight; "
                 "a ternary base takes True, False or 'gaussian'"

@@ -385,9 +385,10 @@ class BonsaiWriter:
             if missing := self._entries.keys() - self._checksums.keys():
                 raise ValueError(f"{self._target}: tensor {min(missing)!r} was not written")
             with _errors_of(self._target):
-                header = self._render()
-                if len(header) > self._data_start:
-                    self._make_room(_aligned(len(header)))
+                header_bytes = len(self._render())
+            if header_bytes > self._data_start:
+                self._make_room(header_bytes)
+            with _errors_of(self._target):
                 header = self._render(self._data_start)
                 parsed = _parse_header(header, self._data_start + self._data_bytes)
                 _check_header_hash(header, parsed)
@@ -429,7 +430,7 @@ class BonsaiWriter:
                 raise OSError(ENOSPC, f"the file needs {total} bytes, more than the disk has left")
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             self._file = os.fdopen(os.open(self._temporary, flags, 0o666), "w+b")
-        self._finalizer = weakref.finalize(self, _discard, self._file, self._temporary)
+        self._finalizer = weakref.finalize(self, _discard, self._file, self._temporary, os.getpid())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -523,7 +524,10 @@ def _dump(value: object) -> str:
         raise ValueError(f"config: this is not JSON: {error}") from error
 
 
-def _discard(file: BufferedRandom, path: Path) -> None:
+def _discard(file: BufferedRandom, path: Path, owner: int) -> None:
+    # A forked child inherits the writer, but the file belongs to its parent.
+    if os.getpid() != owner:
+        return
     try:
         file.close()
     except OSError:

@@ -51,8 +51,10 @@ class TernaryLinear(nn.Module):
             self.codebook_dtype = weight.residual.codebook.dtype
             self.codes = _frozen(weight.residual.codes)
             self.residual_codebook = nn.Parameter(weight.residual.codebook.float())
-            self.register_buffer("residual_mu", weight.residual.mu)
-            self.register_buffer("residual_sigma", weight.residual.sigma)
+            # Copied, a few bytes per group: a deep copy of a buffer copies all of its storage, which
+            # for a mapped tensor is the whole file. Parameters copy what they show.
+            self.register_buffer("residual_mu", weight.residual.mu.clone())
+            self.register_buffer("residual_sigma", weight.residual.sigma.clone())
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -71,8 +73,10 @@ class TernaryLinear(nn.Module):
 
     def forward(self, x: Tensor, codebook: Tensor | None = None) -> Tensor:
         """An adapter passes its own `codebook` [G, K, d]; by default the layer's own is used."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device = x.device.type
+        # what autocast does for nn.Linear; the meta device knows no autocast, float64 is left alone
+        if device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         y = ternary_linear(
             x,
             self.ternary,
@@ -106,10 +110,12 @@ class TernaryLinear(nn.Module):
 
     def _apply(self, fn, recurse=True):
         # `.to(bfloat16)`, `.half()` and friends must move the packed tensors without rounding
-        # them: their dtypes are the file format's. The bias follows the model as usual.
+        # them: their dtypes are the file format's. The bias and its gradient follow the model.
+        follows = () if self.bias is None else (self.bias, self.bias.grad)
+
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if tensor is self.bias or moved.dtype == tensor.dtype:
+            if moved.dtype == tensor.dtype or any(tensor is one for one in follows):
                 return moved
             return tensor.to(moved.device)
 

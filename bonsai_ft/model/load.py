@@ -7,6 +7,7 @@ modules appear in this file and nowhere below it.
 """
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ from transformers import (
 from bonsai_ft.format import BonsaiFile, BonsaiFormatError, open_bonsai, write_bonsai
 from bonsai_ft.model.linear import TernaryLinear
 from bonsai_ft.quantize.architecture import build_empty, config_from_dict
+
+
+# Keys of model configs that say how often a module is repeated, and those that are a dimension.
+_REPEATED = re.compile(r"(layers?|experts)$")
+_SIZES = re.compile(r"(size|dim|heads|features|rank|channels)$|^(num|d)_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,8 @@ def load_model(
 
     `device_map`: "auto" (a GPU if there is one and the model fits, spread by Accelerate if it does
     not), a device such as "cpu" or "cuda:0", or an Accelerate map. `dtype` is that of activations
-    and unquantised tensors; "auto" keeps the file's. `verify` checks every checksum.
+    and unquantised tensors, also by name ("bfloat16"); "auto" keeps the file's. `verify` checks
+    every checksum.
 
     Raises BonsaiFormatError for a file that is damaged or does not fit its own config.
     """
@@ -104,7 +111,9 @@ def save_model(model: PreTrainedModel, path: str | Path) -> str:
         tensors[name] = model.get_parameter_or_buffer(name).detach()
     for name, content in info.files.items():
         tensors[f"files/{name}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    write_bonsai(path, kind="model", config=info.config, tensors=tensors)
+    # a model may have been loaded in another dtype than its file's
+    config = info.config | {"dtype": str(model.dtype).removeprefix("torch.")}
+    write_bonsai(path, kind="model", config=config, tensors=tensors)
     with open_bonsai(path, verify=False) as file:
         return file.fingerprint
 
@@ -118,16 +127,11 @@ def base_info(model: nn.Module) -> BaseInfo:
 
 
 def _assemble(file: BonsaiFile, dtype: torch.dtype | str) -> PreTrainedModel:
-    config = config_from_dict(file.config["model"])
-    if dtype == "auto":
-        dtype = getattr(torch, file.config.get("dtype", "float32"))
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} is not a floating-point dtype")
-    model = build_empty(config, dtype)
+    dtype = _chosen_dtype(file, dtype)
+    model = _empty_model(file, dtype)
     used: set[str] = set()
     names = set(file.names())
-    for layer in file.config["layers"]:
-        name = layer["name"]
+    for name in file.weight_names():
         try:
             linear = model.get_submodule(name)
         except AttributeError:
@@ -156,22 +160,79 @@ def _assemble(file: BonsaiFile, dtype: torch.dtype | str) -> PreTrainedModel:
         if isinstance(expected, nn.Parameter):
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
         else:
-            owner.register_buffer(leaf, tensor)
+            # copied for the reason given in TernaryLinear
+            owner.register_buffer(leaf, tensor.clone())
         used.add(name)
     model.tie_weights()
     unexpected = sorted(names - used - {n for n in names if n.startswith("files/")})
     if unexpected:
-        raise BonsaiFormatError(f"{file.path}: tensor {unexpected[0]}: the model has no place for it")
+        raise BonsaiFormatError(
+            f"{file.path}: tensor {unexpected[0]}: the model has no place for it"
+        )
     left = [n for n, p in model.named_parameters() if p.is_meta]
     if left:
         raise BonsaiFormatError(f"{file.path}: tensor {left[0]}: missing")
     return model
 
 
+def _chosen_dtype(file: BonsaiFile, dtype: torch.dtype | str) -> torch.dtype:
+    stored = file.config.get("dtype", "float32")
+    chosen: Any = stored if dtype == "auto" else dtype
+    if isinstance(chosen, str):
+        chosen = getattr(torch, chosen.removeprefix("torch."), None)
+    if isinstance(chosen, torch.dtype) and chosen.is_floating_point:
+        return chosen
+    if dtype == "auto":
+        raise BonsaiFormatError(
+            f"{file.path}: config.dtype is {stored!r}, not a floating-point dtype"
+        )
+    raise ValueError(f"dtype={dtype} is not a floating-point dtype")
+
+
+def _empty_model(file: BonsaiFile, dtype: torch.dtype) -> PreTrainedModel:
+    values = file.config.get("model")
+    if not isinstance(values, dict):
+        raise BonsaiFormatError(f"{file.path}: config.model is missing or not an object")
+    _check_sizes(values, file)
+    try:
+        return build_empty(config_from_dict(values), dtype)
+    except Exception as error:
+        # a config can be wrong in as many ways as transformers has architectures
+        reason = (str(error).splitlines() or [""])[0]
+        raise BonsaiFormatError(
+            f"{file.path}: config.model makes no model: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _check_sizes(values: dict[str, Any], file: BonsaiFile) -> None:
+    """BonsaiFormatError where a config asks for more than its file can fill.
+
+    Every block has a tensor of its own and every dimension is one of some tensor, so these bounds
+    are generous; without them, a few digits would make construction take hours or all memory.
+    """
+    num_tensors = len(file.names())
+    num_bytes = sum(file.nbytes(name) for name in file.names())
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_sizes(value, file)
+        if type(value) is not int:
+            continue
+        bound = None
+        if _REPEATED.search(key):
+            bound = max(num_tensors, 1024)
+        elif _SIZES.search(key):
+            bound = num_bytes
+        if bound is not None and value > bound:
+            raise BonsaiFormatError(
+                f"{file.path}: config.model: {key} is {value}, but the file has only "
+                f"{num_tensors} tensors and {num_bytes} bytes"
+            )
+
+
 def _read(
     file: BonsaiFile, name: str, shape: torch.Size, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    if name not in set(file.names()):
+    if name not in file:
         raise BonsaiFormatError(f"{file.path}: tensor {name}: missing")
     tensor = file.tensor(name)
     if tensor.shape != shape:
@@ -193,7 +254,12 @@ def _generation_config(model: PreTrainedModel) -> GenerationConfig:
     stored = model.bonsai.files.get("generation_config.json")
     if stored is None:
         return GenerationConfig.from_model_config(model.config)
-    return GenerationConfig.from_dict(json.loads(stored))
+    try:
+        return GenerationConfig.from_dict(json.loads(stored))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BonsaiFormatError(
+            f"{model.bonsai.path}: tensor files/generation_config.json: {error}"
+        ) from error
 
 
 def _place(model: PreTrainedModel, device_map: str | dict[str, Any] | None) -> PreTrainedModel:

@@ -106,7 +106,9 @@ def forward(
         table = subvector_codewords(codewords.to(x.dtype), in_features)
         products = torch.bmm(_subvectors(x2, dim), table.transpose(1, 2))  # [S, M, K]
         z = one_hot(codes, table.shape[0], k, x.dtype)
-        y = torch.addmm(x2 @ weight.T, products.transpose(0, 1).flatten(1), z.T)
+        # R's small term is rounded first and by itself: added to a y already rounded to bf16, most
+        # of it would fall below half a step
+        y = torch.addmm(products.transpose(0, 1).flatten(1) @ z.T, x2, weight.T)
     else:
         y = x2 @ _dense(weight, codes, codewords, in_features).T
     return y.view(*x.shape[:-1], ternary.shape[0])
@@ -146,8 +148,9 @@ def backward(
     z = one_hot(codes, table.shape[0], k, dy.dtype)
     sums = (dy2 @ z).unflatten(1, (-1, k)).transpose(0, 1)  # D, [S, M, K]
     if need_dx:
-        dx = dy2 @ scaled_signs(ternary, scale, in_features, packing, dy.dtype)
-        dx += torch.bmm(sums, table).transpose(0, 1).flatten(1)[:, :in_features]
+        of_residual = torch.bmm(sums, table).transpose(0, 1).flatten(1)[:, :in_features]
+        weight = scaled_signs(ternary, scale, in_features, packing, dy.dtype)
+        dx = torch.addmm(of_residual, dy2, weight)
     if need_dcodewords:
         per_subvector = torch.bmm(sums.transpose(1, 2), _subvectors(x2, dim))  # [S, K, d]
         dcodewords = _sum_by_group(per_subvector.to(codewords.dtype), groups)

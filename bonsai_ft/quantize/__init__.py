@@ -1,4 +1,12 @@
-"""How do float weights become a TernaryWeight, and a float model a `.bonsai` file?"""
+"""How do float weights become a TernaryWeight, and a float model a `.bonsai` file?
+
+`bonsai_ft.quantize` is at once this package and the function that users call. Python binds the name
+to the package as soon as anything in it is imported, so the package can be called, too.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from bonsai_ft.quantize.pipeline import (
     LayerReport,
@@ -16,3 +24,11 @@ __all__ = [
     "open_source",
     "quantize",
 ]
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> QuantizeReport:
+        return quantize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

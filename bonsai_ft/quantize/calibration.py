@@ -39,7 +39,9 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
+        raise ValueError(
+            f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8"
+        ) from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     if path.suffix not in (".jsonl", ".json"):

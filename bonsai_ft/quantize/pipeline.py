@@ -84,7 +84,11 @@ class QuantizeSettings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"--method {self.method}: choose one of {', '.join(METHODS)}")
-        if not self.steps or len(set(self.steps)) != len(self.steps) or set(self.steps) - set(STEPS):
+        if (
+            not self.steps
+            or len(set(self.steps)) != len(self.steps)
+            or set(self.steps) - set(STEPS)
+        ):
             raise ValueError(
                 f"--steps {','.join(self.steps)}: name ptq1_0, pq2_0 or both, in the order to run"
             )
@@ -95,7 +99,9 @@ class QuantizeSettings:
         if self.scale_group not in ("128", "channel"):
             raise ValueError(f"--scale-group {self.scale_group}: choose 128 or channel")
         if self.method == "paper" and self.scale_group != "channel":
-            raise ValueError("--method paper has one scale per output row: use --scale-group channel")
+            raise ValueError(
+                "--method paper has one scale per output row: use --scale-group channel"
+            )
         if self.threshold is not None and not self.threshold >= 0:
             raise ValueError(f"--threshold {self.threshold}: it must be 0 or more")
         if self.sequences < 8:
@@ -195,7 +201,9 @@ class _Run:
     def run(self, started: float) -> QuantizeReport:
         samples = self._samples()
         layout = self._layout()
-        with BonsaiWriter(self.out, kind="model", config=self._config(samples), tensors=layout) as w:
+        with BonsaiWriter(
+            self.out, kind="model", config=self._config(samples), tensors=layout
+        ) as w:
             self._write_plain(w)
             inputs = None if samples is None else self._first_inputs(samples)
             for index, block in enumerate(self.blocks):
@@ -317,9 +325,7 @@ class _Run:
             dtype = self.source.dtype if expected.is_floating_point() else expected.dtype
             writer.write(name, tensor.to(dtype).contiguous())
         for name, content in self.source.files.items():
-            writer.write(
-                f"files/{name}", torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            )
+            writer.write(f"files/{name}", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def _first_inputs(self, samples: CalibrationSet) -> BlockInputs:
         for name in self._plain_names():

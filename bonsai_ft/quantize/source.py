@@ -5,14 +5,14 @@ checkpoint whose tensor names transformers has to translate, are loaded whole by
 """
 
 import importlib.util
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -20,10 +20,11 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from bonsai_ft.quantize.architecture import build_empty, config_to_dict
+from bonsai_ft.quantize.architecture import assign, build_empty, plain_names
 
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -49,7 +50,8 @@ def locate(source: str) -> str:
     if not source.startswith("package:"):
         return source
     package, _, inner = source.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
+    # find_spec would import the parent of a dotted name
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
     folders = list(spec.submodule_search_locations or []) if spec else []
     for folder in folders:
         if (path := Path(folder) / inner).is_file():
@@ -69,7 +71,7 @@ def open_source(source: str) -> Source:
     """
     path = Path(locate(source)).expanduser()
     if path.suffix == ".bonsai":
-        raise ValueError(f"{source} is quantised already")
+        raise ValueError(f"{source} is quantised already; give the float model it was made from")
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(
@@ -99,8 +101,9 @@ def _download(repository: str) -> Path:
 
 def _open_gguf(path: Path, label: str) -> Source:
     # transformers 5 keeps GGUF weights packed unless told otherwise
-    model = AutoModelForCausalLM.from_pretrained(
+    model = _load_whole(
         path.parent,
+        label,
         gguf_file=path.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
@@ -126,9 +129,10 @@ def _open_gguf(path: Path, label: str) -> Source:
 def _open_folder(folder: Path, label: str) -> Source:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{label}: there is no config.json; this is not a transformers model")
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "quantization_config", None):
-        method = config.quantization_config.get("quant_method", "unknown")
+    # without the argument, transformers would ask on the terminal whether to run a model's own code
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method", "unknown")
         raise ValueError(
             f"{label}: the weights are quantised already ({method}); give the float model"
         )
@@ -141,8 +145,11 @@ def _open_folder(folder: Path, label: str) -> Source:
         )
     where = {}
     for shard in shards:
-        with safe_open(shard, "pt") as opened:
-            where.update(dict.fromkeys(opened.keys(), shard))
+        try:
+            with safe_open(shard, "pt") as opened:
+                where.update(dict.fromkeys(opened.keys(), shard))
+        except SafetensorError as error:
+            raise ValueError(f"{shard}: damaged or incomplete ({error}); fetch it again") from error
 
     def read_mapped(name: str) -> Tensor:
         with safe_open(where[name], "pt") as opened:
@@ -154,7 +161,7 @@ def _open_folder(folder: Path, label: str) -> Source:
     if is_streamed := wanted <= set(where):
         read, dtype = read_mapped, read_mapped(min(wanted)).dtype
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        model = _load_whole(folder, label, dtype="auto")
         read, dtype = model.state_dict().__getitem__, model.dtype
         config = model.config
     files, tokenizer = _folder_files(folder)
@@ -169,11 +176,31 @@ def _open_folder(folder: Path, label: str) -> Source:
     )
 
 
+def _load_whole(folder: Path, label: str, **options: Any) -> PreTrainedModel:
+    """The model as transformers reads it, without what transformers would make up."""
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (RuntimeError, OSError, NotImplementedError) as error:
+        raise ValueError(f"{label}: transformers cannot load it ({error})") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{label}: the checkpoint has no tensor {missing[0]} ({len(missing)} are missing); "
+            "fetch it again, or save it with save_pretrained"
+        )
+    return model
+
+
 def _folder_files(folder: Path) -> tuple[dict[str, bytes], PreTrainedTokenizerBase | None]:
     files: dict[str, bytes] = {}
     tokenizer = None
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         files = _tokenizer_files(tokenizer)
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -187,6 +214,17 @@ def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if p.is_file()}
 
 
-def describe_config(config: PreTrainedConfig) -> str:
-    """Canonical JSON of a config, for cache keys."""
-    return json.dumps(config_to_dict(config), sort_keys=True, default=str)
+def load_float(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The float model itself, to compare a quantised one with.
+
+    Raises ValueError when the source cannot be used or has no tokenizer.
+    """
+    opened = open_source(source)
+    if opened.tokenizer is None:
+        raise ValueError(f"{source}: there is no tokenizer")
+    model = build_empty(opened.config, dtype)
+    for name in plain_names(model, set()):
+        tensor = opened.read(name)
+        assign(model, name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    model.tie_weights()
+    return model, opened.tokenizer

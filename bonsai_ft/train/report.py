@@ -23,7 +23,7 @@ import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from bonsai_ft.config import Logger
-from bonsai_ft.train.html import (
+from bonsai_ft.train.page import (
     Sample,
     format_bytes,
     format_seconds,
@@ -242,7 +242,8 @@ def _open_wandb(folder: RunFolder, config: dict[str, Any], name: str) -> Tracker
         raise ValueError(
             "logger=wandb needs the package wandb: pip install wandb (or use logger=none)"
         ) from error
-    mode = os.environ.get("WANDB_MODE") or "offline"
+    # wandb checks the value itself
+    mode: Any = os.environ.get("WANDB_MODE") or "offline"
     try:
         run = wandb.init(
             project="bonsai-ft", name=name, dir=str(folder.path), config=config, mode=mode
@@ -377,7 +378,7 @@ class Console:
 def _progress_line(file: TextIO) -> Progress:
     return Progress(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         TextColumn("{task.fields[figures]}", markup=False),
         console=rich.console.Console(file=file, force_terminal=True),
         # drawn when a step ends: no thread that takes time from training

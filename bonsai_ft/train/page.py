@@ -119,7 +119,7 @@ def _headline(summary: Record, steps: Sequence[Record], evals: Sequence[Record])
         exact = f"{trainable:,.0f}" if trainable >= 1e4 else ""
         tiles.append(("Trainable parameters", _count(trainable), exact))
     if math.isfinite(size := _number(summary.get("adapter_bytes"))):
-        name = Path(str(summary.get("adapter") or "adapter")).name
+        name = Path(str(summary.get("adapter") or "")).name
         tiles.append(("Adapter", format_bytes(size), name))
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
@@ -150,7 +150,7 @@ def _outcome(summary: Record, evals: Sequence[Record]) -> str:
 
 
 def _change(before: float, after: float, pattern: str) -> str:
-    old, new = (_if_finite(value, pattern) or "?" for value in (before, after))
+    old, new = (_if_finite(value, pattern) or "n/a" for value in (before, after))
     return (
         f'<span class="before">{old}</span> <span class="arrow" aria-label="to">&rarr;</span> '
         f"<strong>{new}</strong>"
@@ -210,7 +210,7 @@ def _curves(steps: Sequence[Record], evals: Sequence[Record]) -> str:
     loss, held_out = _points(steps, "loss"), _points(evals, "eval_loss")
     smoothed = smooth(loss)
     losses = [
-        Series("training, each step", loss, "first", "faint" if smoothed else "line"),
+        Series("training", loss, "first", "faint" if smoothed else "line"),
         Series("training, smoothed", smoothed, "first"),
         Series("held-out", held_out, "second", "marks"),
     ]
@@ -218,14 +218,15 @@ def _curves(steps: Sequence[Record], evals: Sequence[Record]) -> str:
         Series("LoRA", _points(steps, "lr"), "first"),
         Series("codebooks", _points(steps, "codebook_lr"), "third", "dashed"),
     ]
+    # a rate of zero throughout belongs to a part that was not trained
+    rates = [one for one in rates if any(y for _, y in one.points)] or rates
     speed = [Series("tokens/s", _points(steps, "tokens_per_second"), "first")]
     norm = [Series("gradient norm", _points(steps, "grad_norm"), "first")]
     return (
         '<section aria-label="Curves">'
         + _chart("Loss", "nats per token", losses, is_large=True, pattern="{:.3f}")
         + '<div class="charts">'
-        # a rate of zero throughout belongs to a part that was not trained
-        + _chart("Learning rate", "", [s for s in rates if any(y for _, y in s.points)])
+        + _chart("Learning rate", "", rates)
         + _chart("Gradient norm", "before clipping", norm, may_be_log=True)
         + _chart("Speed", "input tokens per second", speed, from_zero=True, pattern="{:,.0f}")
         + "</div></section>"
@@ -247,14 +248,14 @@ def _chart(
     inner = '<text class="empty" x="50%" y="50%">no values were recorded</text>'
     if values:
         xs = [x for s in series for x, _ in s.points]
-        x_axis = _step_axis(max(xs), count=6 if is_large else 4)
+        x_axis = _step_axis(max(xs), count=6 if is_large else 5)
         is_log = may_be_log and 0 < min(values) * LOG_SCALE_RATIO < max(values)
         if is_log:
             unit = f"{unit}, logarithmic".lstrip(", ")
             y_axis = log_axis(min(values), max(values))
         else:
             low = min(0.0, *values) if from_zero else min(values)
-            y_axis = linear_axis(low, max(values), count=6 if is_large else 4)
+            y_axis = linear_axis(low, max(values), count=8 if is_large else 5)
         place = _placer(x_axis, y_axis)
         inner = _grid(x_axis, y_axis) + _lines(series, place) + _marks(series, place, pattern)
     label = f"{name} by step: " + ("; ".join(_spoken(s, pattern) for s in series) or "no values")
@@ -339,8 +340,9 @@ def _spoken(series: Series, pattern: str) -> str:
 def linear_axis(low: float, high: float, count: int) -> Axis:
     """An axis of about `count` round steps that holds low and high."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        margin = abs(high) / 10 or 1.0
-        low, high = low - margin, high + margin
+        # nothing that is drawn here can be below zero by chance: 0 alone gets 0 to 1
+        margin = abs(high) / 10
+        low, high = (low - margin, high + margin) if margin else (0.0, 1.0)
     step = _round_step((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [index * step for index in range(first, last + 1)]
@@ -397,12 +399,15 @@ def smooth(points: Sequence[Point]) -> list[Point]:
         sums.append(sums[-1] + (y if is_finite else 0.0))
         counts.append(counts[-1] + is_finite)
     reach = max(2, len(points) // 40)
+    # at the ends the window has less on one side; shortened on both it does not bend the curve,
+    # and where it would hold almost nothing the curve stops
+    shortest = (reach + 1) // 2
     smoothed = []
-    for index, (x, y) in enumerate(points):
-        # shorter on both sides near the ends: a one-sided window would bend the curve there
+    for index in range(shortest, len(points) - shortest):
         side = min(reach, index, len(points) - 1 - index)
         left, right = index - side, index + side + 1
         mean = (sums[right] - sums[left]) / max(1, counts[right] - counts[left])
+        x, y = points[index]
         smoothed.append((x, mean if math.isfinite(y) else math.nan))
     return smoothed
 

@@ -1,0 +1,117 @@
+"""What does a model answer? Streaming generation for a prompt, or several prompts at once."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import TextStreamer
+
+from bonsai_ft.data.chat import encode_prompt, stop_token_ids
+from bonsai_ft.data.sources import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer; `tokens` counts generated tokens, the stop token included."""
+
+    text: str
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class _Stream(TextStreamer):
+    """Hands over finished pieces of text instead of printing them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._show(text)
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[Message]],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    template: str | None = None,
+    show: Callable[[str], None] | None = None,
+) -> list[Answer]:
+    """Answers every conversation; `show` receives the text as it comes (one conversation only).
+
+    Temperature 0 is greedy. Raises ValueError for numbers out of range.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be 1 or more")
+    if temperature < 0:
+        raise ValueError(f"--temperature {temperature}: it must be 0 or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: give a number above 0, at most 1")
+    if seed is not None:
+        torch.manual_seed(seed)
+    prompts = [encode_prompt(messages, tokenizer, template) for messages in conversations]
+    stops = stop_token_ids(tokenizer, template)
+    pad = pad_token_id(tokenizer)
+    longest = max(map(len, prompts))
+    device = model.get_input_embeddings().weight.device
+    ids = torch.full((len(prompts), longest), pad, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        # answers start together, so padding stands on the left
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=device)
+        mask[row, longest - len(prompt) :] = 1
+    sampling: dict[str, Any] = {
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    streamer = _Stream(tokenizer, show) if show is not None and len(prompts) == 1 else None
+    was_training = model.training
+    model.eval()
+    started = time.perf_counter()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops,
+        pad_token_id=pad,
+        streamer=streamer,
+        **sampling,
+    )
+    seconds = time.perf_counter() - started
+    model.train(was_training)
+    return [_finished(row[longest:].tolist(), stops, tokenizer, seconds) for row in out]
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token; where there is none, any token does, because it is masked."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _finished(
+    tokens: list[int], stops: list[int], tokenizer: PreTrainedTokenizerBase, seconds: float
+) -> Answer:
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
+    count = len(tokens) if end is None else end + 1
+    text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
+    return Answer(text=str(text).strip(), tokens=count, seconds=seconds)

@@ -1,0 +1,76 @@
+"""What is the loss of a batch, without ever holding logits for the whole vocabulary and batch?
+
+Only target positions reach the head, a slice at a time; a slice's logits are recomputed in backward.
+Losses are sums in nats over target tokens, so that any grouping of rows into batches, micro-batches
+and processes gives the same mean.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from bonsai_ft.data.batches import Batch
+
+# Logits of one slice: 512 tokens x 150,000 words x float32 are 300 MB.
+SLICE_TOKENS = 512
+
+
+def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Sum of the negative log-likelihoods, in nats, of the batch's target tokens."""
+    device = model.get_input_embeddings().weight.device
+    hidden = model.get_decoder()(
+        input_ids=batch.input_ids.to(device),
+        attention_mask=batch.attention_mask.to(device),
+        use_cache=False,
+    ).last_hidden_state
+    targets = batch.target_mask[:, 1:].to(device)
+    states = hidden[:, :-1][targets]
+    labels = batch.input_ids[:, 1:].to(device)[targets]
+    return sliced_cross_entropy(model, states, labels)
+
+
+def sliced_cross_entropy(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
+    """Sum over tokens of -log p(label): states [N, hidden], labels [N]."""
+    total = states.new_zeros((), dtype=torch.float32)
+    for start in range(0, len(labels), SLICE_TOKENS):
+        piece = slice(start, start + SLICE_TOKENS)
+        total = total + checkpoint(
+            _slice_loss, model, states[piece], labels[piece], use_reentrant=False
+        )
+    return total
+
+
+def _slice_loss(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
+    logits = model.get_output_embeddings()(states).float()
+    logits = adjust_logits(model, logits)
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def adjust_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
+    """What some architectures do to the head's output (Gemma, Cohere, Granite)."""
+    config = model.config.get_text_config()
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Mean loss in nats per target token, and the number of those tokens."""
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        total += sum_loss(model, batch).item()
+        count += batch.num_targets
+    model.train(was_training)
+    return (total / count if count else math.nan), count

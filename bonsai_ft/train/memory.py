@@ -1,0 +1,94 @@
+"""How much memory will a training step need, and how much did it take?
+
+The plan adds what must exist at once: the packed base, everything trainable with its gradient and
+two moments, what is saved for backward, and the largest temporary. It is an estimate made before the
+first step and is shown beside the measured peak.
+"""
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bonsai_ft.config import TrainSection
+from bonsai_ft.train.loss import SLICE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose. `runtime_bytes` is what the process held before the model came."""
+
+    base_bytes: int
+    trainable_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    runtime_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(asdict(self).values())
+
+
+def plan_memory(
+    model: PreTrainedModel,
+    groups: dict[str, list[nn.Parameter]],
+    settings: TrainSection,
+    longest: int,
+    *,
+    optimizer_bytes_per_moment: int = 4,
+    runtime_bytes: int = 0,
+) -> MemoryPlan:
+    """The plan for micro-batches of `batch_size` rows of `longest` tokens."""
+    trainable = [p for tensors in groups.values() for p in tensors]
+    known = {id(p) for p in trainable}
+    base = sum(t.nbytes for t in model.parameters() if id(t) not in known)
+    base += sum(t.nbytes for t in model.buffers())
+    states = sum(p.nbytes * 2 + 2 * p.numel() * optimizer_bytes_per_moment for p in trainable)
+    tokens = settings.batch_size * longest
+    config = model.config.get_text_config()
+    element = 2 if model.dtype != torch.float32 else 4
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    # inputs of the linear layers, norms, residual stream, attention's q, k, v and output, and the
+    # dropped-out copies that LoRA keeps
+    per_layer = tokens * element * (18 * hidden + 7 * inner)
+    saved = layers * tokens * element * hidden if settings.gradient_checkpointing else 0
+    activations = saved + (1 if settings.gradient_checkpointing else layers) * per_layer
+    largest = max(
+        (
+            m.out_features * m.in_features
+            for m in model.modules()
+            if hasattr(m, "out_features") and hasattr(m, "in_features")
+        ),
+        default=0,
+    )
+    head = config.vocab_size * hidden
+    body = largest if largest != head else inner * hidden
+    logits = min(SLICE_TOKENS, tokens) * config.vocab_size * (element + 2 * 4)
+    return MemoryPlan(
+        base_bytes=base,
+        trainable_bytes=states,
+        activation_bytes=activations,
+        workspace_bytes=max(2 * body * element, logits),
+        runtime_bytes=runtime_bytes,
+    )
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Peak of the device (CUDA) or of this process (CPU) so far."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """What this process holds now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
