@@ -125,8 +125,8 @@ def byte_tokenizer():
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",  # noqa: S106
-        pad_token="<|endoftext|>",  # noqa: S106
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -16,9 +16,7 @@ STORED = ("ternary", "scale", "codes", "residual_mu", "residual_sigma")
 
 
 def layer_of(out=24, width=200, bias=True, **options) -> TernaryLinear:
-    return TernaryLinear(
-        random_weight(out, width, **options), torch.randn(out) if bias else None
-    )
+    return TernaryLinear(random_weight(out, width, **options), torch.randn(out) if bias else None)
 
 
 def bytes_of(layer):

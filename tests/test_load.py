@@ -33,9 +33,7 @@ def float_twin(model):
     state = {}
     for name, value in model.state_dict().items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(owner, TernaryLinear):
-            state[name] = value
-        elif name.endswith(".bias"):
+        if not isinstance(owner, TernaryLinear) or name.endswith(".bias"):
             state[name] = value
         elif name.endswith(".ternary"):
             state[name.replace(".ternary", ".weight")] = decode_weight(owner)
@@ -46,7 +44,9 @@ def float_twin(model):
 def contents(path):
     """Config and tensors of a file, to be changed and written again."""
     with open_bonsai(path) as file:
-        return copy.deepcopy(file.config), {name: file.tensor(name).clone() for name in file.names()}
+        return copy.deepcopy(file.config), {
+            name: file.tensor(name).clone() for name in file.names()
+        }
 
 
 def rewrite(base, path, change):
@@ -354,7 +354,23 @@ def set_model(**values):
         set_model(head_dim=1 << 50),
         set_model(hidden_act="nosuch"),
     ],
-    ids=lambda change: None,
+    ids=[
+        "no model",
+        "model's type",
+        "unknown dtype",
+        "integer dtype",
+        "dtype's type",
+        "unknown architecture",
+        "no architecture",
+        "encoder-decoder",
+        "size's type",
+        "negative size",
+        "no heads",
+        "unknown rope",
+        "too many layers",
+        "huge head",
+        "unknown activation",
+    ],
 )
 def test_a_config_that_makes_no_model_is_a_format_error(change, tiny_base, tmp_path):
     path = rewrite(tiny_base("llama"), tmp_path / "bad.bonsai", change)
@@ -374,7 +390,9 @@ def test_a_config_without_layers_is_a_format_error(tiny_base, tmp_path):
 
 
 def test_a_file_cannot_choose_code_to_run(tiny_base, tmp_path):
-    change = set_model(_attn_implementation="somebody/kernel", attn_implementation="somebody/kernel")
+    change = set_model(
+        _attn_implementation="somebody/kernel", attn_implementation="somebody/kernel"
+    )
     path = rewrite(tiny_base("llama"), tmp_path / "m.bonsai", change)
     model = bonsai_ft.load_model(path)
     assert model.config._attn_implementation in ("sdpa", "eager")
@@ -480,9 +498,7 @@ def test_copying_one_layer_copies_that_layer_and_not_the_file(tiny_base):
     assert len(pickle.dumps(twin)) < whole / 4
 
 
-def test_the_file_may_be_replaced_or_removed_while_the_model_is_in_use(
-    tiny_base, tokens, tmp_path
-):
+def test_the_file_may_be_replaced_or_removed_while_the_model_is_in_use(tiny_base, tokens, tmp_path):
     path = tmp_path / "m.bonsai"
     path.write_bytes(Path(tiny_base("llama")).read_bytes())
     model = bonsai_ft.load_model(path)

@@ -13,13 +13,14 @@ from bonsai_ft.adapter.attach import (
     TernaryLoraConfig,
     adapter_state,
     attach,
-    detach,
+    check_name,
     load_adapter_state,
     lora_config,
     lora_state,
-    set_adapter,
+    unchanged_on_failure,
 )
-from bonsai_ft.format import BonsaiFormatError, open_bonsai, write_bonsai
+from bonsai_ft.adapter.lora import TernaryLora
+from bonsai_ft.format import BonsaiFile, BonsaiFormatError, open_bonsai, write_bonsai
 from bonsai_ft.model import base_info
 
 # What of PEFT's config an adapter file keeps.
@@ -29,10 +30,15 @@ _KEPT = (
     "lora_dropout",
     "use_rslora",
     "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
 )
+# A rank that no layer uses, because patterns give all of them others, may be as large as this.
+_USUAL_RANK = 1024
 
 
 def save_adapter(
@@ -44,18 +50,16 @@ def save_adapter(
 ) -> None:
     """Writes LoRA matrices and codebooks of one attached adapter, atomically.
 
-    LoRA is stored in the model's own dtype and codebooks in the base's storage dtype: the values
-    the forward pass used, so a reloaded adapter gives the same logits bit for bit.
+    LoRA of ternary layers is stored in the model's own dtype and codebooks in the base's storage
+    dtype: the values the forward pass used, so a reloaded adapter gives the same logits bit for
+    bit. Raises ValueError for a name that is not attached.
     """
     info = base_info(model)
     config = lora_config(model, name)
     kept = {key: _plain(getattr(config, key)) for key in _KEPT}
     tensors: dict[str, Tensor] = {}
     for key, value in adapter_state(model, name).items():
-        dtype = model.dtype
-        if key.endswith(".residual_codebook"):
-            dtype = _codebook_dtype(model, key)
-        tensors[key] = value.to(dtype).contiguous()
+        tensors[key] = value.to(_used_dtype(model, key, value)).contiguous()
     write_bonsai(
         path,
         kind="adapter",
@@ -88,24 +92,40 @@ def load_adapter(
                 f"{path} was trained on another base: its fingerprint is {file.fingerprint}, "
                 f"the loaded base {info.path} has {info.fingerprint} (trained on: {trained})"
             )
+        check_name(model, name)
         try:
-            settings = dict(file.config["adapter"])
-            config = TernaryLoraConfig(
-                **{key: settings[key] for key in _KEPT},
-                codebooks=settings["codebooks"],
-                inference_mode=not trainable,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BonsaiFormatError(
-                f"{path}: config.adapter is incomplete or wrong: {error}"
-            ) from error
-        attach(model, config, name)
-        try:
-            load_adapter_state(model, {key: file.tensor(key) for key in file.names()}, name)
-        except ValueError as error:
-            detach(model, name)
+            config = _config(file, trainable)
+            with unchanged_on_failure(model, name):
+                attach(model, config, name)
+                load_adapter_state(model, {key: file.tensor(key) for key in file.names()}, name)
+        except Exception as error:
+            # PEFT does not check the types of its settings, so anything can come
+            if isinstance(error, BonsaiFormatError):
+                raise
             raise BonsaiFormatError(f"{path}: {error}") from error
-    set_adapter(model, name)
+
+
+def _config(file: BonsaiFile, trainable: bool) -> TernaryLoraConfig:
+    """The settings an adapter was trained with, its ranks compared with its tensors."""
+    settings = file.config.get("adapter")
+    if not isinstance(settings, dict):
+        raise BonsaiFormatError(f"{file.path}: config.adapter is missing")
+    for key in (*_KEPT, "codebooks"):
+        if key not in settings:
+            raise BonsaiFormatError(f"{file.path}: config.adapter has no {key}")
+    # before anything of that size is allocated
+    largest = max((file.shape(n)[0] for n in file.names() if n.endswith(".lora_A")), default=0)
+    for rank in (settings["r"], *settings["rank_pattern"].values()):
+        if type(rank) is not int or not 0 < rank <= max(largest, _USUAL_RANK):
+            raise BonsaiFormatError(
+                f"{file.path}: config.adapter: a rank is {rank!r}, but the largest tensor has "
+                f"{largest}"
+            )
+    return TernaryLoraConfig(
+        **{key: settings[key] for key in _KEPT},
+        codebooks=settings["codebooks"],
+        inference_mode=not trainable,
+    )
 
 
 def save_peft(model: torch.nn.Module, folder: str | Path, name: str = "default") -> list[str]:
@@ -133,9 +153,14 @@ def save_peft(model: torch.nn.Module, folder: str | Path, name: str = "default")
     return missing
 
 
-def _codebook_dtype(model: torch.nn.Module, key: str) -> torch.dtype:
-    layer = model.get_submodule(key.removesuffix(".residual_codebook"))
-    return layer.get_base_layer().codebook_dtype
+def _used_dtype(model: torch.nn.Module, key: str, value: Tensor) -> torch.dtype:
+    """The dtype in which the forward pass reads a tensor of an adapter."""
+    layer = model.get_submodule(key.rpartition(".")[0])
+    if not isinstance(layer, TernaryLora):
+        return value.dtype
+    if key.endswith(".residual_codebook"):
+        return layer.get_base_layer().codebook_dtype
+    return model.dtype
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,33 @@ from torch import Tensor, nn
 
 from bonsai_ft.model import TernaryLinear
 
-TIED = ("embed_tokens", "lm_head")
+# Variants of LoRA that read or rewrite the float weight, or that `TernaryLora.forward` lacks.
+_UNSUPPORTED = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "megatron_config",
+    "layer_replication",
+)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Zeroes elements with probability p (to within 2^-16) and scales the rest by 1 / (1 - p).
+
+    On a CPU, random numbers are the expensive part: one 64-bit draw serves four elements here.
+    """
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)
+    keep = draws >= round(p * 2**16) - 2**15
+    return x * keep.to(x.dtype).mul_(1 / (1 - p))
 
 
 class TernaryLora(nn.Module, LoraLayer):
@@ -35,7 +61,7 @@ class TernaryLora(nn.Module, LoraLayer):
         base_layer: TernaryLinear,
         adapter_name: str,
         config: LoraConfig,
-        r: int = 0,
+        r: int | None = None,
         lora_alpha: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -47,23 +73,12 @@ class TernaryLora(nn.Module, LoraLayer):
         self.fan_in_fan_out = False
         self.lora_residual_codebook = nn.ParameterDict({})
         self._active_adapter = adapter_name
-        if r > 0:
-            self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
-        else:
+        if r is None:
             self.add_codebook(adapter_name, config)
+        else:
+            self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def update_layer(self, adapter_name, r, lora_alpha, config, **kwargs) -> None:
-        for field in ("use_dora", "lora_bias"):
-            if getattr(config, field, False):
-                raise ValueError(f"{field}=True is not supported on a ternary base")
-        if (
-            not isinstance(config.init_lora_weights, bool)
-            and config.init_lora_weights != "gaussian"
-        ):
-            raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} needs the float weight; "
-                "a ternary base takes True, False or 'gaussian'"
-            )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         self.add_codebook(adapter_name, config)
 
@@ -93,20 +108,26 @@ class TernaryLora(nn.Module, LoraLayer):
             return self.base_layer(x)
         if rows is None:
             return self._adapted(x, list(self.active_adapters))
-        y = x.new_empty(*x.shape[:-1], self.out_features)
+        y = None
         for name in dict.fromkeys(rows):
             chosen = torch.tensor([row == name for row in rows], device=x.device)
             part = x[chosen]
-            y[chosen] = self.base_layer(part) if name == "__base__" else self._adapted(part, [name])
-        return y
+            part = self.base_layer(part) if name == "__base__" else self._adapted(part, [name])
+            if y is None:
+                # of the results' dtype, which under autocast is not that of x
+                y = part.new_empty(*x.shape[:-1], self.out_features)
+            y[chosen] = part
+        return x.new_empty(*x.shape[:-1], self.out_features) if y is None else y
 
     def _adapted(self, x: Tensor, names: list[str]) -> Tensor:
         y = self.base_layer(x, codebook=self.codebook(names))
         for name in names:
             if name not in self.lora_A:
                 continue
-            h = self.lora_dropout[name](x).to(y.dtype)
-            h = F.linear(h, self.lora_A[name].weight.to(y.dtype))
+            h = x
+            if self.training and isinstance(drop := self.lora_dropout[name], nn.Dropout):
+                h = dropout(x, drop.p)
+            h = F.linear(h.to(y.dtype), self.lora_A[name].weight.to(y.dtype))
             y = torch.add(
                 y, F.linear(h, self.lora_B[name].weight.to(y.dtype)), alpha=self.scaling[name]
             )
@@ -132,11 +153,44 @@ class TernaryLora(nn.Module, LoraLayer):
 class TernaryLoraModel(LoraModel):
     """PEFT's LoRA tuner; ternary layers get `TernaryLora`, everything else what PEFT gives it."""
 
-    def __init__(self, model, config, adapter_name, **kwargs) -> None:
-        configs = config if isinstance(config, dict) else {adapter_name: config}
-        for one in configs.values():
-            _tie_saved_modules(model, one)
-        super().__init__(model, config, adapter_name, **kwargs)
+    def _check_new_adapter_config(self, config) -> None:
+        super()._check_new_adapter_config(config)
+        if any(isinstance(module, TernaryLinear) for module in self.model.modules()):
+            _check_supported(config)
+            _check_saved_modules(self.model, config)
+
+    def _check_tied_modules(self, model, config) -> None:
+        saved = {name.rsplit(".", 1)[-1] for name in config.modules_to_save or ()}
+        tied = {name.rsplit(".", 1)[-1] for name in self._get_module_names_tied_with_embedding()}
+        if tied and saved & {"embed_tokens", *tied}:
+            # embedding and head of a tied model stay tied when they are trained
+            config.modules_to_save = list(config.modules_to_save)
+            config.ensure_weight_tying = True
+        super()._check_tied_modules(model, config)
+
+    def _get_module_names_tied_with_embedding(self) -> list[str]:
+        # PEFT's own search finds nothing once an earlier adapter has wrapped the embedding
+        tied = getattr(self.model, "all_tied_weights_keys", None)
+        if not tied:
+            return super()._get_module_names_tied_with_embedding()
+        embedding = self.model.get_input_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is embedding)
+        return sorted(
+            target.rpartition(".")[0]
+            for target, source in tied.items()
+            if source == f"{name}.weight"
+        )
+
+    def _prepare_adapter_config(self, config, model_config):
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            # PEFT would look for nn.Linear
+            names = [
+                name.removesuffix(".base_layer")
+                for name, module in self.model.named_modules()
+                if isinstance(module, TernaryLinear)
+            ]
+            config.target_modules = set(names) or config.target_modules
+        return super()._prepare_adapter_config(config, model_config)
 
     @staticmethod
     def _create_new_module(lora_config, adapter_name, target, **kwargs):
@@ -153,12 +207,23 @@ class TernaryLoraModel(LoraModel):
         # Layers that LoRA does not target have codebooks too, and those train as well.
         for name, module in list(model.named_modules()):
             if isinstance(module, TernaryLora):
-                if adapter_name not in module.lora_residual_codebook:
-                    module.add_codebook(adapter_name, config)
-            elif isinstance(module, TernaryLinear) and not name.endswith("base_layer"):
-                if module.residual_codebook is not None:
-                    model.set_submodule(name, TernaryLora(module, adapter_name, config))
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+                if adapter_name in module.lora_residual_codebook:
+                    continue
+                module.add_codebook(adapter_name, config)
+            elif (
+                isinstance(module, TernaryLinear)
+                and module.residual_codebook is not None
+                and not name.endswith("base_layer")
+            ):
+                module = TernaryLora(module, adapter_name, config)
+                module.train(model.training)
+                model.set_submodule(name, module)
+            else:
+                continue
+            module.set_adapter(self.active_adapters)
+            if adapter_name in module.lora_residual_codebook:
+                is_trained = adapter_name in self.active_adapters and not config.inference_mode
+                module.lora_residual_codebook[adapter_name].requires_grad_(is_trained)
 
 
 def trains_codebooks(config: LoraConfig) -> bool:
@@ -171,9 +236,29 @@ def register_peft() -> None:
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = TernaryLoraModel
 
 
-def _tie_saved_modules(model: nn.Module, config: LoraConfig) -> None:
-    """Embedding and head of a tied model stay tied when they are trained."""
-    saved = set(config.modules_to_save or ())
-    if not saved & set(TIED) or not getattr(model, "all_tied_weights_keys", None):
-        return
-    config.ensure_weight_tying = True
+def _check_supported(config: LoraConfig) -> None:
+    """ValueError for settings that a ternary base cannot honour."""
+    for field in _UNSUPPORTED:
+        if value := getattr(config, field, None):
+            raise ValueError(f"{field}={value!r} is not supported on a ternary base; leave it out")
+    if config.bias != "none":
+        raise ValueError(
+            f"bias={config.bias!r} would train the base itself, which adapters share; use 'none'"
+        )
+    initial = config.init_lora_weights
+    if not isinstance(initial, bool) and initial != "gaussian":
+        raise ValueError(
+            f"init_lora_weights={initial!r} needs the float weight; "
+            "a ternary base takes True, False or 'gaussian'"
+        )
+
+
+def _check_saved_modules(model: nn.Module, config: LoraConfig) -> None:
+    saved = tuple(config.modules_to_save or ())
+    for path, module in model.named_modules():
+        name = next((n for n in saved if path == n or path.endswith(f".{n}")), None)
+        if name and any(isinstance(inner, TernaryLinear) for inner in module.modules()):
+            raise ValueError(
+                f"modules_to_save: {name!r} holds packed weights, which never train whole; "
+                "make it a target of LoRA instead"
+            )

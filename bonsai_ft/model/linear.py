@@ -1,8 +1,8 @@
 """How does a packed weight behave as a layer of a torch model?
 
 `TernaryLinear` stands where an `nn.Linear` stood. Signs, scales and codes are parameters that never
-train (parameters rather than buffers: DDP would broadcast buffers at every forward, FSDP shards only
-parameters, and users freeze by name); the codebook is the one tensor here that may.
+train (parameters rather than buffers: DDP would broadcast buffers at every forward, FSDP shards
+only parameters, and users freeze by name); the codebook is the one tensor here that may.
 """
 
 import torch
@@ -30,9 +30,12 @@ class _RoundToStorage(torch.autograd.Function):
 class TernaryLinear(nn.Module):
     """y = x (S*T + R)^T + bias on packed weights: x [..., in] -> y [..., out] in the dtype of x.
 
-    `ternary`, `scale`, `codes`, `residual_mu`, `residual_sigma` are stored bits and keep their dtype
-    whatever `.to()` asks; `residual_codebook` is the float32 master of the stored codebook.
+    `ternary`, `scale`, `codes`, `residual_mu`, `residual_sigma` are stored bits and keep their
+    dtype whatever `.to()` asks; `residual_codebook` is the float32 master of the stored codebook.
     """
+
+    residual_mu: Tensor
+    residual_sigma: Tensor
 
     def __init__(self, weight: TernaryWeight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -51,8 +54,8 @@ class TernaryLinear(nn.Module):
             self.codebook_dtype = weight.residual.codebook.dtype
             self.codes = _frozen(weight.residual.codes)
             self.residual_codebook = nn.Parameter(weight.residual.codebook.float())
-            # Copied, a few bytes per group: a deep copy of a buffer copies all of its storage, which
-            # for a mapped tensor is the whole file. Parameters copy what they show.
+            # Copied, a few bytes per group: a deep copy of a buffer copies all of its storage,
+            # which for a mapped tensor is the whole file. Parameters copy what they show.
             self.register_buffer("residual_mu", weight.residual.mu.clone())
             self.register_buffer("residual_sigma", weight.residual.sigma.clone())
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)

@@ -27,7 +27,6 @@ from bonsai_ft.format import BonsaiFile, BonsaiFormatError, open_bonsai, write_b
 from bonsai_ft.model.linear import TernaryLinear
 from bonsai_ft.quantize.architecture import build_empty, config_from_dict
 
-
 # Keys of model configs that say how often a module is repeated, and those that are a dimension.
 _REPEATED = re.compile(r"(layers?|experts)$")
 _SIZES = re.compile(r"(size|dim|heads|features|rank|channels)$|^(num|d)_")
@@ -66,13 +65,14 @@ def load_model(
                 "and this file as the adapter"
             )
         model = _assemble(file, dtype)
-        model.bonsai = BaseInfo(
+        info = BaseInfo(
             path=str(path),
             fingerprint=file.fingerprint,
             config=file.config,
             files={name: file.file(name) for name in file.files()},
         )
-    model.generation_config = _generation_config(model)
+    model.bonsai = info  # type: ignore[assignment]
+    model.generation_config = _generation_config(model, info)
     return _place(model, device_map)
 
 
@@ -250,29 +250,29 @@ def _plain_names(model: PreTrainedModel) -> list[str]:
     return [n for n in model.state_dict() if not n.startswith(packed) and n not in tied]
 
 
-def _generation_config(model: PreTrainedModel) -> GenerationConfig:
-    stored = model.bonsai.files.get("generation_config.json")
+def _generation_config(model: PreTrainedModel, info: BaseInfo) -> GenerationConfig:
+    stored = info.files.get("generation_config.json")
     if stored is None:
         return GenerationConfig.from_model_config(model.config)
     try:
         return GenerationConfig.from_dict(json.loads(stored))
     except (ValueError, TypeError, AttributeError) as error:
         raise BonsaiFormatError(
-            f"{model.bonsai.path}: tensor files/generation_config.json: {error}"
+            f"{info.path}: tensor files/generation_config.json: {error}"
         ) from error
 
 
 def _place(model: PreTrainedModel, device_map: str | dict[str, Any] | None) -> PreTrainedModel:
     if device_map is None:
         return model
-    if isinstance(device_map, str) and device_map != "auto":
-        return model.to(device_map)
-    if device_map == "auto":
-        if not torch.cuda.is_available():
-            return model.to("cpu")
-        device_map = infer_auto_device_map(
-            model, no_split_module_classes=model._no_split_modules or []
-        )
-    if len(set(device_map.values())) == 1:
-        return model.to(next(iter(device_map.values())))
-    return dispatch_model(model, device_map)
+    if isinstance(device_map, dict):
+        places = device_map
+    elif device_map != "auto":
+        places = {"": device_map}
+    elif torch.cuda.is_available():
+        places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules or [])
+    else:
+        places = {"": "cpu"}
+    if len(set(places.values())) == 1:
+        return model.to(next(iter(places.values())))
+    return dispatch_model(model, places)

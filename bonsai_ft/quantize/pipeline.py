@@ -1,15 +1,16 @@
 """How does a whole float model become a `.bonsai` file, one decoder block at a time?
 
 For each block: load its float weights, run the calibration sequences through it behind the already
-quantised prefix, fit every linear layer (PTQ1_0: signs and scales; PQ2_0: codes and codebook), write
-the packed tensors, pass the sequences through the quantised block, and forget the block.
+quantised prefix, fit every linear layer (PTQ1_0: signs and scales; PQ2_0: codes and codebook),
+write the packed tensors, pass the sequences through the quantised block, and forget the block.
 """
 
 import importlib.metadata
+import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from bonsai_ft.format import BonsaiWriter, TernaryWeight, open_bonsai, weight_layout
 from bonsai_ft.quantize.architecture import (
+    assign,
     build_empty,
     config_to_dict,
     decoder_blocks,
@@ -54,7 +56,9 @@ from bonsai_ft.resources import resource
 
 METHODS = ("optimal", "paper")
 STEPS = ("ptq1_0", "pq2_0")
+PACKINGS = ("2bit", "base3")
 PAPER_THRESHOLD = 0.008
+BUNDLED_TEXT = "calibration_zh.txt"
 
 Progress = Callable[[int, int, str], None]
 
@@ -65,7 +69,8 @@ class QuantizeSettings:
 
     `threshold` (method "paper" only): a number in weight units, or None for the one that PTQ1_0
     calibrates. `calibration`: a text or JSONL file, "" for the text that ships with bonsai_ft, or
-    None for no calibration at all. `sequences` are counted without the held-out ones.
+    None for no calibration at all. `sequences` are counted without the held-out ones. `skip` are
+    regular expressions, searched in names such as `0.self_attn.q_proj`, of layers to leave alone.
     """
 
     method: str = "optimal"
@@ -102,12 +107,19 @@ class QuantizeSettings:
             raise ValueError(
                 "--method paper has one scale per output row: use --scale-group channel"
             )
-        if self.threshold is not None and not self.threshold >= 0:
-            raise ValueError(f"--threshold {self.threshold}: it must be 0 or more")
+        if self.packing not in PACKINGS:
+            raise ValueError(f"--packing {self.packing}: choose one of {', '.join(PACKINGS)}")
+        if self.threshold is not None and not 0 <= self.threshold < math.inf:
+            raise ValueError(f"--threshold {self.threshold}: it must be a number from 0")
         if self.sequences < 8:
             raise ValueError(f"--sequences {self.sequences}: calibration needs at least 8")
         if self.length is not None and self.length < 1:
             raise ValueError(f"--length {self.length}: a sequence has at least 1 token")
+        for pattern in self.skip:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"--skip {pattern}: not a regular expression ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +154,7 @@ class QuantizeReport:
 
 
 def quantize(
-    source: str,
+    source: str | Path,
     out: str | Path,
     settings: QuantizeSettings | None = None,
     *,
@@ -151,16 +163,20 @@ def quantize(
 ) -> QuantizeReport:
     """Quantises `source` (folder, hub id, .gguf, package:NAME/FILE) into the file `out`.
 
-    `changes` are fields of QuantizeSettings. `progress(done, total, what)` is called after every
-    layer. Raises ValueError for settings or sources that cannot be used; nothing is left behind.
+    `changes` are fields of QuantizeSettings, on top of `settings` where both are given.
+    `progress(done, total, what)` is called after every layer. Raises ValueError for settings or
+    sources that cannot be used; nothing is left behind.
     """
-    settings = settings or QuantizeSettings(**_with_paper_defaults(changes))
+    if settings is None:
+        settings = QuantizeSettings(**_with_paper_defaults(changes))
+    elif changes:
+        settings = replace(settings, **changes)
     out = Path(out)
     if not out.parent.is_dir():
         raise ValueError(f"{out}: the folder {out.parent} does not exist")
     started = time.perf_counter()
     with torch.no_grad():
-        opened = open_source(source)
+        opened = open_source(str(source))
         return _Run(opened, out, settings, progress or _silent).run(started)
 
 
@@ -174,6 +190,12 @@ def _silent(done: int, total: int, what: str) -> None:
     pass
 
 
+def fast_dtype() -> torch.dtype:
+    """What blocks are run in: bf16 products are several times faster where they are built in."""
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
 class _Run:
     """One quantisation from source to file."""
 
@@ -184,18 +206,22 @@ class _Run:
         self.model: PreTrainedModel = build_empty(source.config, torch.float32)
         prefix, self.blocks = decoder_blocks(self.model)
         self.prefix = prefix
-        skip = [re.compile(pattern) for pattern in settings.skip]
+        linears = {n: m for n, m in self.blocks.named_modules() if isinstance(m, nn.Linear)}
+        for pattern in settings.skip:
+            if not any(re.search(pattern, name) for name in linears):
+                raise ValueError(
+                    f"--skip {pattern}: no linear layer has such a name; they are called "
+                    f"{', '.join(list(linears)[:3])} and so on"
+                )
         self.linears = {
             f"{prefix}.{name}": module
-            for name, module in self.blocks.named_modules()
-            if isinstance(module, nn.Linear) and not any(p.search(name) for p in skip)
+            for name, module in linears.items()
+            if not any(re.search(pattern, name) for pattern in settings.skip)
         }
         if not self.linears:
             raise ValueError(f"{source.label}: no linear layer is left to quantise")
         self.notes = self._notes()
-        # bf16 products are several times faster where the processor has them
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.compute_dtype = torch.bfloat16 if fast else torch.float32
+        self.compute_dtype = fast_dtype()
         self.reports: list[LayerReport] = []
 
     def run(self, started: float) -> QuantizeReport:
@@ -248,13 +274,14 @@ class _Run:
                 f"{self.source.label}: there is no tokenizer, so nothing can be calibrated; "
                 "add one, or use --calibration none"
             )
-        path = Path(chosen) if chosen else resource("recipes") / "data" / "calibration_zh.txt"
+        bundled = resource("recipes") / "data" / BUNDLED_TEXT
+        path = Path(chosen).expanduser() if chosen else bundled
         return calibration_set(
             read_text(path),
             self.source.tokenizer,
             sequences=self.settings.sequences,
             length=self.settings.length,
-            most=self.source.config.get_text_config().max_position_embeddings,
+            most=getattr(self.source.config.get_text_config(), "max_position_embeddings", None),
         )
 
     def _residual_layout(self, linear: nn.Linear) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -286,7 +313,7 @@ class _Run:
 
     def _config(self, samples: CalibrationSet | None) -> dict[str, Any]:
         settings = asdict(self.settings)
-        settings.pop("calibration")
+        text = settings.pop("calibration")
         return {
             "model": config_to_dict(self.source.config),
             "dtype": str(self.source.dtype).removeprefix("torch."),
@@ -301,7 +328,7 @@ class _Run:
             ],
             "quantization": settings,
             "calibration": {
-                "text": self.settings.calibration or "calibration_zh.txt",
+                "text": BUNDLED_TEXT if text == "" else text and Path(text).name,
                 "sequences": 0 if samples is None else len(samples.fit),
                 "held_out_sequences": 0 if samples is None else len(samples.held_out),
                 "sequence_length": 0 if samples is None else samples.length,
@@ -316,36 +343,39 @@ class _Run:
     def _write_plain(self, writer: BonsaiWriter) -> None:
         for name in self._plain_names():
             expected = self.model.get_parameter_or_buffer(name)
-            tensor = self.source.read(name)
-            if tensor.shape != expected.shape:
-                raise ValueError(
-                    f"{self.source.label}: tensor {name} has shape {list(tensor.shape)}, "
-                    f"the config says {list(expected.shape)}"
-                )
             dtype = self.source.dtype if expected.is_floating_point() else expected.dtype
-            writer.write(name, tensor.to(dtype).contiguous())
+            writer.write(name, self._read(name).to(dtype).contiguous())
         for name, content in self.source.files.items():
             writer.write(f"files/{name}", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def _first_inputs(self, samples: CalibrationSet) -> BlockInputs:
-        for name in self._plain_names():
-            if not name.startswith(f"{self.prefix}."):
-                self._assign(name, self.compute_dtype)
-        self.model.tie_weights()
+        head = self.model.get_output_embeddings()
+        later = [f"{n}." for n, m in self.model.named_modules() if m is self.blocks or m is head]
+        names = [n for n in self._plain_names() if not n.startswith(tuple(later))]
+        for name in names:
+            self._assign(name)
         ids = torch.cat([samples.fit, samples.held_out])
-        return first_block_inputs(self.model, self.blocks, ids, self.compute_dtype)
+        inputs = first_block_inputs(self.model, self.blocks, ids, self.compute_dtype)
+        for name in names:
+            assign(self.model, name, self.model.get_parameter_or_buffer(name).to("meta"))
+        return inputs
 
-    def _assign(self, name: str, dtype: torch.dtype) -> None:
-        parent, _, leaf = name.rpartition(".")
-        owner = self.model.get_submodule(parent)
-        expected = getattr(owner, leaf)
+    def _read(self, name: str) -> Tensor:
+        """A tensor of the source; ValueError unless its shape is what the config says."""
+        expected = self.model.get_parameter_or_buffer(name)
         tensor = self.source.read(name)
-        if expected.is_floating_point():
-            tensor = tensor.to(dtype)
-        if isinstance(expected, nn.Parameter):
-            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
-        else:
-            owner.register_buffer(leaf, tensor)
+        if tensor.shape != expected.shape:
+            raise ValueError(
+                f"{self.source.label}: tensor {name} has shape {list(tensor.shape)}, "
+                f"the config says {list(expected.shape)}"
+            )
+        return tensor
+
+    def _assign(self, name: str) -> None:
+        tensor = self._read(name)
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.compute_dtype)
+        assign(self.model, name, tensor)
 
     def _quantize_block(
         self,
@@ -361,7 +391,7 @@ class _Run:
         held_out: dict[str, InputStatistics] = {}
         if inputs is not None and samples is not None:
             for name in block.state_dict():
-                self._assign(f"{prefix}{name}", self.compute_dtype)
+                self._assign(f"{prefix}{name}")
             count = len(samples.fit)
             for statistics, rows in (
                 (fit, range(count)),
@@ -373,8 +403,11 @@ class _Run:
                 for handle in handles:
                     handle.remove()
         for name, linear in linears.items():
-            weight = self.source.read(f"{name}.weight").float()
-            packed, threshold, is_exact = self._fit(weight, fit.get(name))
+            weight = self._read(f"{name}.weight").float()
+            try:
+                packed, threshold, is_exact = self._fit(weight, fit.get(name))
+            except ValueError as error:
+                raise ValueError(f"{self.source.label}: layer {name}: {error}") from error
             for suffix, tensor in packed.tensors().items():
                 writer.write(f"{name}.{suffix}", tensor)
             decoded = packed.dequantize()
@@ -422,8 +455,7 @@ class _Run:
                     seed=settings.seed,
                 )
             return build_weight(exact, residual, settings.packing), exact.threshold, True
-        residual = None
-        signs = self._fit_signs(weight, None, is_calibrated=False)
+        signs, residual = None, None
         for step in settings.steps:
             if step == "ptq1_0":
                 target = weight
@@ -432,8 +464,10 @@ class _Run:
                 importance = None if moment is None else moment.diagonal()
                 signs = self._fit_signs(target, importance, is_calibrated=True)
             else:
-                base = build_weight(signs, None, settings.packing).dequantize()
-                residual = self._fit_residual(weight - base, moment)
+                if signs is None:
+                    signs = self._fit_signs(weight, None, is_calibrated=False)
+                residual = self._fit_residual(weight - signs.dequantize(), moment)
+        assert signs is not None, "there is at least one step"
         return build_weight(signs, residual, settings.packing), signs.threshold, False
 
     def _fit_signs(

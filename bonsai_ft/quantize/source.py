@@ -143,23 +143,28 @@ def _open_folder(folder: Path, label: str) -> Source:
             f"{label}: no *.safetensors file (found {found}); pickled weights are never read, "
             "convert them with save_pretrained first"
         )
-    where = {}
+    where: dict[str, tuple[Path, str]] = {}
     for shard in shards:
         try:
             with safe_open(shard, "pt") as opened:
-                where.update(dict.fromkeys(opened.keys(), shard))
+                for name in opened.keys():  # noqa: SIM118
+                    # the text model of a multimodal checkpoint lies one level deeper
+                    plain = name.replace("model.language_model.", "model.", 1)
+                    where[name] = where[plain] = (shard, name)
         except SafetensorError as error:
             raise ValueError(f"{shard}: damaged or incomplete ({error}); fetch it again") from error
 
     def read_mapped(name: str) -> Tensor:
-        with safe_open(where[name], "pt") as opened:
-            return opened.get_tensor(name)
+        shard, stored = where[name]
+        with safe_open(shard, "pt") as opened:
+            return opened.get_tensor(stored)
 
     empty = build_empty(config, torch.float32)
     wanted = set(empty.state_dict()) - set(empty.all_tied_weights_keys)
     read: Callable[[str], Tensor]
     if is_streamed := wanted <= set(where):
         read, dtype = read_mapped, read_mapped(min(wanted)).dtype
+        config = config.get_text_config()
     else:
         model = _load_whole(folder, label, dtype="auto")
         read, dtype = model.state_dict().__getitem__, model.dtype
@@ -179,7 +184,7 @@ def _open_folder(folder: Path, label: str) -> Source:
 def _load_whole(folder: Path, label: str, **options: Any) -> PreTrainedModel:
     """The model as transformers reads it, without what transformers would make up."""
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             trust_remote_code=False,
             use_safetensors=True,
@@ -188,6 +193,8 @@ def _load_whole(folder: Path, label: str, **options: Any) -> PreTrainedModel:
         )
     except (RuntimeError, OSError, NotImplementedError) as error:
         raise ValueError(f"{label}: transformers cannot load it ({error})") from error
+    model: PreTrainedModel = loaded[0]
+    found: dict[str, set[str]] = loaded[1]
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{label}: the checkpoint has no tensor {missing[0]} ({len(missing)} are missing); "

@@ -23,10 +23,10 @@ SLICE_TOKENS = 512
 def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Sum of the negative log-likelihoods, in nats, of the batch's target tokens."""
     device = model.get_input_embeddings().weight.device
+    # Rows are padded on the right, and no token of a causal model sees a later one: without a
+    # mask the result is the same, and attention skips the upper triangle.
     hidden = model.get_decoder()(
-        input_ids=batch.input_ids.to(device),
-        attention_mask=batch.attention_mask.to(device),
-        use_cache=False,
+        input_ids=batch.input_ids.to(device), use_cache=False
     ).last_hidden_state
     targets = batch.target_mask[:, 1:].to(device)
     states = hidden[:, :-1][targets]
