@@ -91,6 +91,7 @@ def _one_message(error: Exception) -> str:
 def quiet_libraries() -> None:
     """Keeps other libraries' start-up chatter off the screen; their errors still show."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import transformers
 

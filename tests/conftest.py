@@ -1,4 +1,4 @@
-"""What do all tests share? Seeds, tolerances, poisoned memory, and small bases made from scratch."""
+"""What do all tests share? Seeds, tolerances, poisoned memory, and small bases of our own."""
 
 import os
 

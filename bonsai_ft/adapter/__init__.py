@@ -1,4 +1,4 @@
-"""How do LoRA and codebooks train, travel and swap as one adapter? The only floor that knows PEFT."""
+"""How do LoRA and codebooks train, travel and swap as one adapter? No other floor knows PEFT."""
 
 from bonsai_ft.adapter.attach import (
     TernaryLoraConfig,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
@@ -193,7 +193,10 @@ def adapter_state(model: nn.Module, name: str = "default") -> dict[str, Tensor]:
 
 
 def load_adapter_state(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
-    """Fills an attached adapter; ValueError names the first tensor that has no place or no value."""
+    """Fills an attached adapter.
+
+    ValueError names the first tensor that has no place or no value; nothing is changed then.
+    """
     expected = adapter_state(model, name)
     for key in sorted(set(expected) | set(tensors)):
         if key not in tensors:
@@ -223,7 +226,7 @@ def lora_state(model: nn.Module, name: str = "default") -> dict[str, Tensor]:
 
 def lora_config(model: nn.Module, name: str) -> LoraConfig:
     _check_attached(model, name)
-    return model.peft_config[name]
+    return cast(dict[str, LoraConfig], model.peft_config)[name]
 
 
 def linear_names(model: nn.Module) -> list[str]:

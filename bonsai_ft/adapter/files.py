@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -159,8 +159,8 @@ def _used_dtype(model: torch.nn.Module, key: str, value: Tensor) -> torch.dtype:
     if not isinstance(layer, TernaryLora):
         return value.dtype
     if key.endswith(".residual_codebook"):
-        return layer.get_base_layer().codebook_dtype
-    return model.dtype
+        return layer.ternary_layer.codebook_dtype
+    return cast(torch.dtype, model.dtype)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ once (`register_peft`), plain `peft.get_peft_model(model, LoraConfig(...))` work
 """
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -78,13 +78,17 @@ class TernaryLora(nn.Module, LoraLayer):
         else:
             self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
+    @property
+    def ternary_layer(self) -> TernaryLinear:
+        return cast(TernaryLinear, self.get_base_layer())
+
     def update_layer(self, adapter_name, r, lora_alpha, config, **kwargs) -> None:
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         self.add_codebook(adapter_name, config)
 
     def add_codebook(self, adapter_name: str, config: LoraConfig) -> None:
         """A trainable copy of the base's codebook, unless the adapter is LoRA alone."""
-        base = self.get_base_layer().residual_codebook
+        base = self.ternary_layer.residual_codebook
         if base is None or not trains_codebooks(config):
             return
         copy = nn.Parameter(base.detach().clone(), requires_grad=not config.inference_mode)
@@ -98,7 +102,7 @@ class TernaryLora(nn.Module, LoraLayer):
         own = [self.lora_residual_codebook[n] for n in names if n in self.lora_residual_codebook]
         if len(own) <= 1:
             return own[0] if own else None
-        base = self.get_base_layer().residual_codebook
+        base = self.ternary_layer.residual_codebook
         return base + sum(codebook - base for codebook in own)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,9 +119,9 @@ class TernaryLora(nn.Module, LoraLayer):
             part = self.base_layer(part) if name == "__base__" else self._adapted(part, [name])
             if y is None:
                 # of the results' dtype, which under autocast is not that of x
-                y = part.new_empty(*x.shape[:-1], self.out_features)
+                y = part.new_empty(*x.shape[:-1], part.shape[-1])
             y[chosen] = part
-        return x.new_empty(*x.shape[:-1], self.out_features) if y is None else y
+        return self.base_layer(x) if y is None else y
 
     def _adapted(self, x: Tensor, names: list[str]) -> Tensor:
         y = self.base_layer(x, codebook=self.codebook(names))
@@ -127,10 +131,9 @@ class TernaryLora(nn.Module, LoraLayer):
             h = x
             if self.training and isinstance(drop := self.lora_dropout[name], nn.Dropout):
                 h = dropout(x, drop.p)
-            h = F.linear(h.to(y.dtype), self.lora_A[name].weight.to(y.dtype))
-            y = torch.add(
-                y, F.linear(h, self.lora_B[name].weight.to(y.dtype)), alpha=self.scaling[name]
-            )
+            a, b = (cast(Tensor, part[name].weight) for part in (self.lora_A, self.lora_B))
+            h = F.linear(h.to(y.dtype), a.to(y.dtype))
+            y = torch.add(y, F.linear(h, b.to(y.dtype)), alpha=self.scaling[name])
         return y
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -201,7 +204,7 @@ class TernaryLoraModel(LoraModel):
 
     def inject_adapter(self, model, adapter_name, *args, **kwargs) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        config = self.peft_config[adapter_name]
+        config = cast(LoraConfig, self.peft_config[adapter_name])
         if not trains_codebooks(config):
             return
         # Layers that LoRA does not target have codebooks too, and those train as well.

@@ -257,10 +257,10 @@ class _Run:
         if not self.source.is_streamed:
             notes.append("the source was loaded whole, not block by block")
         inside = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1)
-        quantised = sum(m.weight.numel() for m in self.linears.values())
-        if quantised < 0.99 * inside:
+        linear = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        if linear < 0.99 * inside:
             notes.append(
-                f"{100 - 100 * quantised / inside:.1f}% of the blocks' matrix weights are not in "
+                f"{100 - 100 * linear / inside:.1f}% of the blocks' matrix weights are not in "
                 "linear layers and stay as they are"
             )
         return notes

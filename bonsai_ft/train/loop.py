@@ -104,7 +104,7 @@ def train(
     plan.step(0, rank, world)
     trainable = list(parameters.values())
     scaler = torch.amp.GradScaler(accelerator.device.type, enabled=model.dtype == torch.float16)
-    eval_every = settings.eval_every or max(1, total_steps // 5)
+    eval_every = settings.eval_every or max(1, -(-total_steps // 4))
     save_every = settings.save_every or max(1, total_steps // 4)
 
     progress = Progress()
