@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -569,7 +569,7 @@ def _open_float(
     from bonsai_ft.quantize.source import load_float
 
     model, tokenizer = load_float(source, dtype)
-    return model.to(device), tokenizer
+    return cast(Any, model).to(device), tokenizer
 
 
 def _conversations(prompt: str | None, prompts: Path | None, system: str | None) -> list[list[Any]]:

@@ -1,8 +1,8 @@
 """How well does a model predict a text? Mean loss in nats per token, and perplexity.
 
 A plain text is cut into sequences and every token but each sequence's first is a target. A file of
-rows (JSONL, JSON, CSV, Parquet) goes through the chat template, and answers are the targets, exactly
-as the trainer evaluates its held-out rows.
+rows (JSONL, JSON, CSV, Parquet) goes through the chat template, and answers are the targets,
+exactly as the trainer evaluates its held-out rows.
 """
 
 import math
@@ -15,7 +15,7 @@ from bonsai_ft.data.batches import evaluation_batches
 from bonsai_ft.data.chat import Example, encode_rows
 from bonsai_ft.data.sources import read_rows
 from bonsai_ft.generate import pad_token_id
-from bonsai_ft.train.loss import mean_loss
+from bonsai_ft.train.loss import check_head, mean_loss
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 
@@ -53,6 +53,7 @@ def evaluate_text(
         examples, _ = encode_rows(
             rows, tokenizer, sequence_length=sequence_length, chat_template=template
         )
+    check_head(model, examples[0].input_ids[:16])
     loss, tokens = mean_loss(
         model, evaluation_batches(examples, batch_size, pad_token_id(tokenizer))
     )

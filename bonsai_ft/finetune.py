@@ -1,6 +1,6 @@
 """How does one typed config become a run folder with an adapter in it?
 
-The order of a run: base, rows, model with adapter, probes, training loop, probes, files, next steps.
+The order of a run: base, rows, model with adapter, probes, training loop, probes, files, what next.
 """
 
 import dataclasses
@@ -27,7 +27,15 @@ from bonsai_ft.adapter import (
     trainable_groups,
 )
 from bonsai_ft.base_cache import find_base
-from bonsai_ft.config import Device, Dtype, HardwareConfig, Logger, TrainConfig
+from bonsai_ft.config import (
+    Device,
+    Dtype,
+    HardwareConfig,
+    Logger,
+    TrainConfig,
+    TrainSection,
+)
+from bonsai_ft.data.batches import StepPlan
 from bonsai_ft.data.chat import Example, encode_rows, marked_sample
 from bonsai_ft.data.sources import Row, read_rows, split_rows, write_rows
 from bonsai_ft.generate import answer, pad_token_id
@@ -35,11 +43,13 @@ from bonsai_ft.model import load_model, load_tokenizer
 from bonsai_ft.ops import choose_kernel
 from bonsai_ft.resources import load_recipe, resource
 from bonsai_ft.train.loop import Progress, train
+from bonsai_ft.train.loss import check_head
 from bonsai_ft.train.memory import peak_memory_bytes, plan_memory, resident_bytes
 from bonsai_ft.train.optimizer import build_optimizer
 from bonsai_ft.train.report import (
     Console,
     RunFolder,
+    check_unused,
     environment,
     format_bytes,
     format_seconds,
@@ -68,7 +78,10 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         torch.set_num_threads(config.hardware.threads)
     dtype = choose_dtype(config.hardware, device)
     choose_kernel(config.kernel)
+    if config.run_dir and not config.resume:
+        check_unused(Path(config.run_dir))
     accelerator = Accelerator(cpu=device == "cpu")
+    _check_shares(config.train, accelerator)
     is_main = accelerator.is_main_process
     runtime_bytes = resident_bytes()
     with Console(enabled=is_main) as console:
@@ -89,8 +102,12 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
                 f"on a CPU this recipe runs {total_steps} of its {config.train.total_steps} steps; "
                 f"train.total_steps={config.train.total_steps} runs all of them"
             )
+        # config.yaml tells the length this run has, so that a repeated or resumed one has it too
+        section = dataclasses.replace(config.train, total_steps=total_steps, cpu_steps=None)
+        config = dataclasses.replace(config, train=section)
 
         model = load_model(base, dtype=dtype, device_map=str(accelerator.device), verify=False)
+        check_head(model, rows.train[0].input_ids[:16])
         torch.manual_seed(config.train.seed)
         attach(model, adapter_config(config, model))
         if config.train.gradient_checkpointing:
@@ -200,6 +217,12 @@ def choose_dtype(hardware: HardwareConfig, device: str) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
+def _check_shares(settings: TrainSection, accelerator: Accelerator) -> None:
+    """Raises ValueError if a step's micro-batches cannot be dealt to the processes evenly."""
+    plan = StepPlan([1], settings.batch_size, settings.accumulation, settings.seed)
+    plan.step(0, accelerator.process_index, accelerator.num_processes)
+
+
 def run_length(config: TrainConfig, device: str, is_explicit: bool) -> int:
     settings = config.train
     if device == "cpu" and settings.cpu_steps is not None and not is_explicit:
@@ -211,7 +234,7 @@ def adapter_config(config: TrainConfig, model: PreTrainedModel) -> TernaryLoraCo
     adapter = config.adapter
     return TernaryLoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT computes with any number  # type: ignore[arg-type]  # PEFT divides it, so it may be 0.5
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
         target_modules=adapter.target_modules or linear_names(model),
@@ -266,14 +289,18 @@ def load_rows(config: TrainConfig, recipe: Any, tokenizer: PreTrainedTokenizerBa
 def next_commands(base: Path, folder: RunFolder, config: TrainConfig) -> list[str]:
     files = shlex.quote(str(base)), shlex.quote(str(folder.adapter))
     chosen = f"{files[0]} --adapter {files[1]}"
+    if config.data.template is not None:
+        chosen += f" --template {shlex.quote(config.data.template)}"
     program = _program()
-    commands = [
+    dtype = config.hardware.dtype
+    as_trained = "" if dtype == Dtype.auto else f" --dtype {dtype.value}"
+    text = f"--text {shlex.quote(str(folder.held_out))}"
+    length = f"--sequence-length {config.data.sequence_length}"
+    return [
         f"{program} chat {chosen}",
         f'{program} generate {chosen} --prompt "你是谁？"',
-        f"{program} evaluate {chosen} --text {shlex.quote(str(folder.held_out))}"
-        f" --sequence-length {config.data.sequence_length}",
+        f"{program} evaluate {chosen} {text} {length}{as_trained}",
     ]
-    return commands
 
 
 def _program() -> str:

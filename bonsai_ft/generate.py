@@ -1,9 +1,10 @@
 """What does a model answer? Streaming generation for a prompt, or several prompts at once."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,6 +12,10 @@ from transformers.generation.streamers import TextStreamer
 
 from bonsai_ft.data.chat import encode_prompt, stop_token_ids
 from bonsai_ft.data.sources import Message
+
+
+# 2 Mi signs: below it one thread decodes a layer in less than a millisecond.
+SMALL_LAYER_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,7 @@ def answer(
     stops = stop_token_ids(tokenizer, template)
     pad = pad_token_id(tokenizer)
     longest = max(map(len, prompts))
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     ids = torch.full((len(prompts), longest), pad, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
@@ -86,18 +91,35 @@ def answer(
     was_training = model.training
     model.eval()
     started = time.perf_counter()
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stops,
-        pad_token_id=pad,
-        streamer=streamer,
-        **sampling,
-    )
+    with _few_threads(model):
+        out = cast(Any, model).generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=stops,
+            pad_token_id=pad,
+            streamer=streamer,
+            **sampling,
+        )
     seconds = time.perf_counter() - started
     model.train(was_training)
     return [_finished(row[longest:].tolist(), stops, tokenizer, seconds) for row in out]
+
+
+@contextmanager
+def _few_threads(model: PreTrainedModel) -> Iterator[None]:
+    """One thread while small layers are decoded token by token on a CPU.
+
+    There a parallel region costs more than it saves, and far more on a busy machine.
+    """
+    threads = torch.get_num_threads()
+    largest = max((p.numel() for p in model.get_decoder().layers.parameters()), default=0)
+    if model.device.type == "cpu" and largest < SMALL_LAYER_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -43,8 +43,8 @@ def packed_width(in_features: int, packing: str) -> int:
 @cache
 def sign_table(packing: str) -> Tensor:
     """int8 [256, signs per byte]: the signs of every byte; INVALID_SIGN where there are none."""
-    byte = torch.arange(256).unsqueeze(1)
-    position = torch.arange(per_byte(packing)).unsqueeze(0)
+    byte = torch.arange(256, device="cpu").unsqueeze(1)
+    position = torch.arange(per_byte(packing), device="cpu").unsqueeze(0)
     if packing == "2bit":
         return (((byte >> 2 * position) & 3) - 1).to(torch.int8)
     table = (byte // 3**position) % 3 - 1

@@ -159,8 +159,9 @@ class BonsaiFile:
                 _check_header_hash(raw, header)
                 _check_fingerprint(header)
                 self._data_start = len(raw)
-                mapping = mmap.mmap(file.fileno(), file_bytes, access=mmap.ACCESS_COPY)
-                self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+                self._mapping: mmap.mmap | None = mmap.mmap(
+                    file.fileno(), file_bytes, access=mmap.ACCESS_COPY
+                )
             except BaseException:
                 self.close()
                 raise
@@ -213,10 +214,15 @@ class BonsaiFile:
     def tensor(self, name: str) -> Tensor:
         """A tensor, mapped from the file without a copy."""
         entry = self._entry(name)
-        if not self._finalizer.alive:
+        if self._mapping is None:
             raise ValueError(f"{self.path}: the file is closed; take tensors before closing it")
-        start, end = self._data_start + entry.begin, self._data_start + entry.end
-        return self._bytes[start:end].view(entry.dtype).view(entry.shape)
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        # a storage of its own: pickling one tensor must not carry the whole file along
+        start, count = self._data_start + entry.begin, math.prod(entry.shape)
+        return torch.frombuffer(
+            self._mapping, dtype=entry.dtype, count=count, offset=start
+        ).view(entry.shape)
 
     def weight_names(self) -> list[str]:
         """Modules that `weight` knows."""
@@ -263,7 +269,7 @@ class BonsaiFile:
         """Closes the file; tensors already taken stay valid."""
         self._finalizer()
         # The mapping lives as long as a tensor refers to it.
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapping = None
 
     def __enter__(self) -> "BonsaiFile":
         return self

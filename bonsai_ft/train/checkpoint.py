@@ -1,7 +1,8 @@
 """How is the state of a run saved so that it continues exactly, and never half-written?
 
-A checkpoint is staged beside its place, every file flushed to disk, a manifest with sizes and SHA-256
-written last, and only then renamed. A folder without a manifest that verifies is not a checkpoint.
+A checkpoint is staged beside its place, every file flushed to disk, a manifest with sizes and
+SHA-256 written last, and only then renamed. A folder without a manifest that verifies is not a
+checkpoint.
 Nothing is pickled. Random numbers need no state: data order and dropout are functions of the step.
 """
 
@@ -11,14 +12,19 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 MANIFEST = "manifest.json"
+PARAMETERS = "parameters.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -30,7 +36,10 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes `root/step-NNNNNN` and then removes the oldest ones beyond `keep`."""
+    """Writes `root/step-NNNNNN`, then removes all but the newest `keep` up to this one.
+
+    Raises OSError if it cannot be written; older checkpoints are then as they were.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for stale in root.glob("*.tmp-*"):
         shutil.rmtree(stale)
@@ -39,11 +48,12 @@ def save_checkpoint(
     staging.mkdir()
     try:
         values = {name: p.detach().contiguous() for name, p in parameters.items()}
-        save_file(values, staging / "parameters.safetensors")
+        save_file(values, staging / PARAMETERS)
         moments, scalars = _flatten(optimizer)
-        save_file(moments, staging / "optimizer.safetensors")
-        record = {"step": step, "optimizer": scalars, **state}
-        (staging / "state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        save_file(moments, staging / OPTIMIZER)
+        kind = type(optimizer).__name__
+        record = {"step": step, "optimizer": scalars, "optimizer_kind": kind, **state}
+        (staging / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         files = sorted(staging.iterdir())
         manifest = {
             "format": "bonsai-checkpoint",
@@ -58,11 +68,17 @@ def save_checkpoint(
             shutil.rmtree(target)
         staging.rename(target)
         _sync(root)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, SafetensorError):
+            # a full disk, most of the time, which its own functions report as OSError
+            raise OSError(f"{target} could not be written: {error}") from error
         raise
-    for old in _steps(root)[:-keep]:
-        shutil.rmtree(root / f"step-{old:06d}")
+    older = [s for s in _steps(root) if s < step]
+    # a run goes back only past damaged checkpoints, and those must not crowd out good ones
+    newer = [s for s in _steps(root) if s > step]
+    for other in older[: max(0, len(older) - keep + 1)] + newer:
+        shutil.rmtree(root / f"step-{other:06d}")
     return target
 
 
@@ -71,7 +87,7 @@ def newest_checkpoint(root: Path) -> tuple[Path, list[str]]:
 
     Raises ValueError if there is none.
     """
-    complaints = []
+    complaints: list[str] = []
     for step in reversed(_steps(root)):
         folder = root / f"step-{step:06d}"
         reason = _why_not(folder)
@@ -87,9 +103,16 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fills parameters and optimiser in place; returns the state that was saved with them.
 
-    Raises ValueError if the checkpoint belongs to other parameters.
+    Raises ValueError if the checkpoint belongs to other parameters or to another optimiser.
     """
-    saved = load_file(folder / "parameters.safetensors")
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    kind = type(optimizer).__name__
+    if state["optimizer_kind"] != kind:
+        raise ValueError(
+            f"{folder}: made with {state['optimizer_kind']}, but this run would use {kind}; "
+            "resume on the kind of device the run was started on"
+        )
+    saved = load_file(folder / PARAMETERS)
     if set(saved) != set(parameters):
         odd = sorted(set(saved) ^ set(parameters))[0]
         raise ValueError(f"{folder}: made for other parameters ({odd}); the settings have changed")
@@ -98,8 +121,7 @@ def load_checkpoint(
             if saved[name].shape != parameter.shape:
                 raise ValueError(f"{folder}: {name} has another shape; the settings have changed")
             parameter.copy_(saved[name])
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    _restore(optimizer, load_file(folder / "optimizer.safetensors"), state["optimizer"])
+    _restore(optimizer, load_file(folder / OPTIMIZER), state["optimizer"])
     return state
 
 
@@ -107,12 +129,22 @@ def _flatten(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for index, values in optimizer.state_dict()["state"].items():
-        for key, value in values.items():
+        for key, value in _leaves(values):
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+                # copied, because 8-bit AdamW has one quantisation map for all parameters
+                tensors[f"{index}.{key}"] = value.detach().to("cpu", copy=True).contiguous()
             elif value is not None:
                 scalars[f"{index}.{key}"] = value
     return tensors, scalars
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Entries of one parameter's state; 8-bit AdamW hides some of them one floor deeper."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield key, value
 
 
 def _restore(
@@ -136,12 +168,19 @@ def _steps(root: Path) -> list[int]:
 def _why_not(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, expected in manifest["files"].items():
+        for name in (PARAMETERS, OPTIMIZER, STATE):
+            expected = manifest["files"][name]
             file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
             if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {type(error).__name__}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return str(error)
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is not what was written"
     return None
 
 

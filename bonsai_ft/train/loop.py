@@ -11,7 +11,8 @@ import math
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -43,11 +44,10 @@ class Progress:
     first_train_loss: float = math.nan
     last_train_loss: float = math.nan
     is_stopped: bool = False
-    notes: list[str] = field(default_factory=list)
 
     def saved(self) -> dict[str, Any]:
         kept = ("tokens", "input_tokens", "seconds", "base_eval_loss", "first_train_loss")
-        return {key: getattr(self, key) for key in (*kept, "last_train_loss")}
+        return {key: getattr(self, key) for key in ("step", *kept, "last_train_loss")}
 
 
 class StopRequest:
@@ -73,7 +73,9 @@ class StopRequest:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
-        self._console.print("stopping after this step; press Ctrl-C again to quit at once")
+        # the signal may have come while the same stream was being written to
+        with suppress(RuntimeError):
+            self._console.print("stopping after this step; press Ctrl-C again to quit at once")
 
 
 def train(
@@ -108,10 +110,12 @@ def train(
     save_every = settings.save_every or max(1, total_steps // 4)
 
     progress = Progress()
+    evaluated: set[int] = set()
     if is_resumed:
-        progress = _resume(folder, parameters, optimizer, console)
+        progress = _resume(folder, parameters, optimizer, scaler, console)
         if is_main:
             folder.truncate_metrics(progress.step)
+            evaluated = {m["step"] for m in folder.metrics() if "eval_loss" in m}
 
     def evaluate(step: int) -> float:
         loss = math.nan
@@ -119,7 +123,10 @@ def train(
             console.status("held-out loss ...")
             batches = evaluation_batches(held_out, settings.eval_batch_size, pad_token_id)
             loss, tokens = mean_loss(model, batches)
-            folder.log(EvalMetrics(step=step, eval_loss=loss, eval_tokens=tokens))
+            if step not in evaluated:
+                # a finished run that is resumed comes here again
+                folder.log(EvalMetrics(step=step, eval_loss=loss, eval_tokens=tokens))
+                evaluated.add(step)
             tracker.log({"eval_loss": loss}, step)
             console.print(f"step {step}: held-out loss {loss:.4f} ({tokens} tokens)")
         accelerator.wait_for_everyone()
@@ -132,7 +139,7 @@ def train(
                 progress.step,
                 parameters,
                 optimizer,
-                progress.saved(),
+                {"progress": progress.saved(), "scaler": scaler.state_dict()},
                 settings.keep_checkpoints,
             )
         accelerator.wait_for_everyone()
@@ -160,16 +167,19 @@ def train(
                 part = sum_loss(model, batch) / max(step_tokens, 1)
                 scaler.scale(part).backward()
                 loss += part.detach()
+            if step == 0:
+                # before gradients are summed, which would put zeros in their place
+                _check_gradients(parameters)
             stop_flag = torch.tensor(float(stop.is_set), device=accelerator.device)
             if world > 1:
                 loss = accelerator.reduce(loss, "sum")
                 stop_flag = accelerator.reduce(stop_flag, "sum")
                 _sum_gradients(trainable, accelerator)
-            if step == 0:
-                _check_gradients(parameters)
             scaler.unscale_(optimizer)
             grad_norm = nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm).item()
-            _check_finite(loss.item(), grad_norm, step, everything, examples, scaler.is_enabled())
+            # an overflow skips the step and halves the scale; at a scale of 1 it is none
+            may_overflow = scaler.is_enabled() and scaler.get_scale() > 1
+            _check_finite(loss.item(), grad_norm, step, everything, examples, may_overflow)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
@@ -218,6 +228,7 @@ def _resume(
     folder: RunFolder,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
     console: Console,
 ) -> Progress:
     path, complaints = newest_checkpoint(folder.checkpoints)
@@ -225,8 +236,9 @@ def _resume(
         console.print(complaint)
     state = load_checkpoint(path, parameters, optimizer)
     console.print(f"resuming from {path}")
-    values = {key: value for key, value in state.items() if key != "optimizer"}
-    return Progress(**values)
+    if scaler.is_enabled() and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    return Progress(**state["progress"])
 
 
 def _targets(example: Example) -> int:
@@ -268,10 +280,9 @@ def _check_finite(
     step: int,
     batches: list[list[int]],
     examples: list[Example],
-    is_scaled: bool,
+    may_overflow: bool,
 ) -> None:
-    # with loss scaling an overflowing gradient skips the step and lowers the scale
-    if math.isfinite(loss) and (math.isfinite(grad_norm) or is_scaled):
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
         return
     lines = sorted(examples[row].line for rows in batches for row in rows)
     raise ValueError(

@@ -1,8 +1,8 @@
 """What is the loss of a batch, without ever holding logits for the whole vocabulary and batch?
 
-Only target positions reach the head, a slice at a time; a slice's logits are recomputed in backward.
-Losses are sums in nats over target tokens, so that any grouping of rows into batches, micro-batches
-and processes gives the same mean.
+Only target positions reach the head, a slice at a time; a slice's logits are recomputed in
+backward. Losses are sums in nats over target tokens, so that any grouping of rows into batches,
+micro-batches and processes gives the same mean.
 """
 
 import math
@@ -22,7 +22,7 @@ SLICE_TOKENS = 512
 
 def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Sum of the negative log-likelihoods, in nats, of the batch's target tokens."""
-    device = model.get_input_embeddings().weight.device
+    device = _input_device(model)
     # Rows are padded on the right, and no token of a causal model sees a later one: without a
     # mask the result is the same, and attention skips the upper triangle.
     hidden = model.get_decoder()(
@@ -36,7 +36,8 @@ def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def sliced_cross_entropy(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
     """Sum over tokens of -log p(label): states [N, hidden], labels [N]."""
-    total = states.new_zeros((), dtype=torch.float32)
+    # the sum of nothing: 0, but with a way back to the states if there are no targets at all
+    total = states[:0].sum(dtype=_at_least_float32(states.dtype))
     for start in range(0, len(labels), SLICE_TOKENS):
         piece = slice(start, start + SLICE_TOKENS)
         total = total + checkpoint(
@@ -46,8 +47,8 @@ def sliced_cross_entropy(model: PreTrainedModel, states: Tensor, labels: Tensor)
 
 
 def _slice_loss(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
-    logits = model.get_output_embeddings()(states).float()
-    logits = adjust_logits(model, logits)
+    logits = model.get_output_embeddings()(states)
+    logits = adjust_logits(model, logits.to(_at_least_float32(logits.dtype)))
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
@@ -61,6 +62,34 @@ def adjust_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
     if cap := getattr(config, "final_logit_softcapping", None):
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, input_ids: list[int]) -> None:
+    """Compares the logits behind the loss with those of the model's own forward pass.
+
+    Raises ValueError for an architecture that does to them what `adjust_logits` does not know.
+    """
+    ids = torch.tensor([input_ids], device=_input_device(model))
+    theirs = model(input_ids=ids, use_cache=False).logits.float()
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    ours = adjust_logits(model, model.get_output_embeddings()(hidden).float())
+    # rounding of 16-bit logits is far below this, a forgotten factor far above
+    is_far = (ours - theirs).square().mean() > 0.02**2 * theirs.square().mean()
+    # what is not finite is reported with step and rows
+    if theirs.isfinite().all() and is_far:
+        raise ValueError(
+            f"{type(model).__name__} changes the output of its head in a way that bonsai-ft does "
+            "not know, so that losses would be wrong; this architecture cannot be trained yet"
+        )
+
+
+def _input_device(model: PreTrainedModel) -> torch.device:
+    return next(model.get_input_embeddings().parameters()).device
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 @torch.no_grad()

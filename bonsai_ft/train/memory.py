@@ -1,8 +1,8 @@
 """How much memory will a training step need, and how much did it take?
 
 The plan adds what must exist at once: the packed base, everything trainable with its gradient and
-two moments, what is saved for backward, and the largest temporary. It is an estimate made before the
-first step and is shown beside the measured peak.
+two moments, what is saved for backward, and the largest temporary. It is an estimate made before
+the first step and is shown beside the measured peak.
 """
 
 import resource
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bonsai_ft.config import TrainSection
+from bonsai_ft.model import TernaryLinear
 from bonsai_ft.train.loss import SLICE_TOKENS
 
 
@@ -59,9 +60,9 @@ def plan_memory(
     activations = saved + (1 if settings.gradient_checkpointing else layers) * per_layer
     largest = max(
         (
-            m.out_features * m.in_features
+            int(m.out_features) * int(m.in_features)  # type: ignore[arg-type]
             for m in model.modules()
-            if hasattr(m, "out_features") and hasattr(m, "in_features")
+            if isinstance(m, nn.Linear | TernaryLinear)
         ),
         default=0,
     )

@@ -91,7 +91,7 @@ class RunFolder:
             path.mkdir(parents=True)
         else:
             path = run_dir
-            _check_unused(path)
+            check_unused(path)
             path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path)
         write_atomically(folder.config, config_yaml)
@@ -392,7 +392,8 @@ def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
 
 
-def _check_unused(path: Path) -> None:
+def check_unused(path: Path) -> None:
+    """ValueError if `path` cannot become a run folder because something is there."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"run_dir={path} is a file; choose another folder")
     if path.is_dir() and any(path.iterdir()):
