@@ -1,4 +1,4 @@
-"""Which `.bonsai` file is the base of a run? A file given, or float weights quantised once and kept.
+"""Which `.bonsai` file is the base of a run? A given one, or float weights quantised once.
 
 The cache lies in `cache_dir`, `$BONSAI_FT_CACHE` or `~/.cache/bonsai_ft`. One process quantises
 while others wait.
@@ -7,6 +7,7 @@ while others wait.
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,7 +29,7 @@ def cache_folder(chosen: str | None) -> Path:
 def find_base(
     model: ModelConfig, cache_dir: str | None, progress: Progress | None = None
 ) -> tuple[Path, QuantizeReport | None]:
-    """The base's path, and a report if it had to be made now.
+    """The base's path, every checksum verified, and a report if it had to be made now.
 
     Raises ValueError if `model.source` is empty or cannot be used.
     """
@@ -39,13 +40,27 @@ def find_base(
         )
     source = locate(model.source)
     if source.endswith(".bonsai"):
-        if not Path(source).is_file():
+        path = Path(source).expanduser()
+        if not path.is_file():
             raise ValueError(f"model.source={model.source}: there is no such file")
-        return Path(source), None
+        with open_bonsai(path) as file:
+            if file.kind != "model":
+                raise ValueError(
+                    f"model.source={model.source} is an {file.kind}, not a model; give the base it "
+                    "was trained on"
+                )
+        return path, None
     settings = quantize_settings(model)
     folder = cache_folder(cache_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{model.name}-{_key(source, settings)}.bonsai"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cache_dir={folder}: cannot be used ({error.strerror}); choose another folder"
+        ) from error
+    # a name is free text and must not leave the folder
+    name = re.sub(r"[^\w.-]", "_", model.name)
+    path = folder / f"{name}-{_key(source, settings)}.bonsai"
     with FileLock(f"{path}.lock"):
         if path.is_file():
             try:
@@ -58,7 +73,7 @@ def find_base(
 
 
 def quantize_settings(model: ModelConfig) -> QuantizeSettings:
-    """Raises ValueError naming the key of `model` that is wrong."""
+    """Raises ValueError naming the setting that is wrong."""
     if model.scale_group == "128" and model.method == "paper":
         raise ValueError("model.method=paper has one scale per row; set model.scale_group=channel")
     return QuantizeSettings(

@@ -28,6 +28,8 @@ def talk(
         try:
             question = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
+            # the shell's prompt goes on a line of its own
+            sys.stderr.write("\n" if sys.stdin.isatty() else "")
             break
         if not question:
             break

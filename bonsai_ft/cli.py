@@ -5,14 +5,15 @@ goes to stdout is the result; progress and notes go to stderr. Heavy libraries a
 the verbs, so that --help answers at once.
 """
 
-import difflib
+import io
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from bonsai_ft import __version__
-from bonsai_ft.config import TrainConfig
+from bonsai_ft.compose import explain, key_of, prepare, schema, typed_config
 from bonsai_ft.resources import resource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from bonsai_ft.data.sources import Message
 
 app = typer.Typer(
     name="bonsai-ft",
@@ -37,6 +40,20 @@ app = typer.Typer(
 
 USER_ERROR = 2
 STOPPED = 130
+
+# One setting, as the floors below name it and as it is typed here.
+TO_FLAGS = {
+    "data.template=": "--template ",
+    "data.sequence_length=": "--sequence-length ",
+    "hardware.dtype=": "--dtype ",
+    "model.source=": "",
+}
+TO_KEYS = {
+    "--method ": "model.method=",
+    "--residual-dim ": "model.residual_dim=",
+    "--residual-k ": "model.residual_k=",
+    "--scale-group ": "model.scale_group=",
+}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ModelFile = Annotated[str, typer.Argument(metavar="MODEL", help="A .bonsai model.")]
@@ -71,12 +88,25 @@ def fail(message: str) -> NoReturn:
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turns what users can cause into one message without a traceback."""
+def clear_errors(words: Mapping[str, str]) -> Iterator[None]:
+    """Turns what users can cause into one message without a traceback.
+
+    `words` are replaced in it: the floors below do not know whether a setting was typed as a flag.
+    """
     try:
         yield
+    except BrokenPipeError:
+        # whoever read our output has seen enough; Python would complain again when it closes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (ValueError, OSError) as error:
-        fail(_one_message(error))
+        message = _one_message(error)
+        for word, replacement in words.items():
+            message = message.replace(word, replacement)
+        fail(message)
+    except SyntaxError as error:
+        # of a user's own recipe
+        fail(f"{error.filename}:{error.lineno}: {error.msg}")
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         raise SystemExit(STOPPED) from None
@@ -86,6 +116,14 @@ def _one_message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error).strip() or type(error).__name__
+
+
+def use_utf8() -> None:
+    """Makes pipes speak UTF-8 whatever the locale; what a terminal cannot show is no error."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_own = stream.isatty() and "ascii" not in (stream.encoding or "ascii").lower()
+            stream.reconfigure(encoding=None if is_own else "utf-8", errors="replace")
 
 
 def quiet_libraries() -> None:
@@ -106,8 +144,19 @@ def show(result: Any, as_json: bool, as_text: Callable[[], str]) -> None:
     """The result on stdout, as one JSON object or as text."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
-    text = json.dumps(result, ensure_ascii=False, indent=2) if as_json else as_text()
+    text = json.dumps(_finite(result), ensure_ascii=False, indent=2) if as_json else as_text()
     sys.stdout.write(text + "\n")
+    # a closed pipe is then noticed here and not while Python ends
+    sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; null stands for both."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------- train
@@ -119,132 +168,43 @@ def train() -> None:
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
+    use_utf8()
     ConfigStore.instance().store(name="schema", node=schema())
     # Hydra then raises instead of printing and exiting, so that messages and codes are ours
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    outcome: dict[str, Any] = {}
 
     @hydra.main(version_base="1.3", config_path=str(resource("configs")), config_name="train")
     def run(composed: DictConfig) -> None:
-        from bonsai_ft.finetune import finetune
+        # here and not only around it: Hydra writes a line of its own about errors it sees
+        with clear_errors(TO_KEYS):
+            typed = list(HydraConfig.get().overrides.task)
+            config = typed_config(composed, typed)
+            quiet_libraries()
+            from bonsai_ft.finetune import finetune
 
-        typed = list(HydraConfig.get().overrides.task)
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, TrainConfig), "train.yaml does not start with the schema"
-        if config.resume is not None:
-            config = _resumed(config.resume, typed)
-        quiet_libraries()
-        is_explicit = config.resume is not None or any(
-            key_of(override) == "train.total_steps" for override in typed
-        )
-        outcome.update(finetune(config, is_length_explicit=is_explicit))
+            is_explicit = config.resume is not None or any(
+                key_of(override) == "train.total_steps" for override in typed
+            )
+            outcome = finetune(config, is_length_explicit=is_explicit)
+            if outcome.get("is_stopped"):
+                raise SystemExit(STOPPED)
 
-    with clear_errors():
-        _check_keys(sys.argv[1:])
+    with clear_errors(TO_KEYS):
+        sys.argv[1:] = prepare(sys.argv[1:])
         try:
             run()
-        except (HydraException, OmegaConfBaseException) as error:
-            fail(_hydra_message(error))
-    if outcome.get("is_stopped"):
-        raise SystemExit(STOPPED)
-
-
-def schema() -> Any:
-    """TrainConfig as OmegaConf's typed node, writable so that YAML and overrides can be merged.
-
-    OmegaConf makes a node of a frozen dataclass read-only; `to_object` gives frozen ones back.
-    """
-    from omegaconf import DictConfig, OmegaConf
-
-    node = OmegaConf.structured(TrainConfig)
-
-    def unlock(part: DictConfig) -> None:
-        OmegaConf.set_readonly(part, None)
-        for name in part:
-            if isinstance(child := part[name], DictConfig):
-                unlock(child)
-
-    unlock(node)
-    return node
-
-
-def key_of(override: str) -> str:
-    """`+train.seed=1` -> `train.seed`."""
-    return override.lstrip("+~").split("=", 1)[0].split("@", 1)[0]
-
-
-def setting_keys(kind: type = TrainConfig, prefix: str = "") -> list[str]:
-    """Every key of the training application, dotted."""
-    keys = []
-    for field in fields(kind):
-        name = f"{prefix}{field.name}"
-        keys.append(name)
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            keys += setting_keys(field.type, f"{name}.")
-    return keys
-
-
-def _check_keys(arguments: list[str]) -> None:
-    """Refuses a mistyped key before Hydra does, and names the nearest ones."""
-    known = setting_keys()
-    for argument in arguments:
-        if argument.startswith("-") or "=" not in argument:
-            continue
-        key = key_of(argument)
-        if key in known or key.split(".")[0] == "hydra" or key.startswith("data.columns."):
-            continue
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        leaf = key.rsplit(".", 1)[-1]
-        near += [k for k in known if k.rsplit(".", 1)[-1] == leaf and k not in near]
-        hint = f"did you mean {' or '.join(near[:3])}?" if near else f"known: {', '.join(known)}"
-        raise ValueError(f"{argument}: there is no setting {key}; {hint}")
-
-
-def _hydra_message(error: Exception) -> str:
-    """The innermost reason, with the key if it is known."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    cause: BaseException | None = error.__cause__
-    while cause is not None:
-        lines += [line.strip() for line in str(cause).splitlines() if line.strip()]
-        cause = cause.__cause__
-    key = next((line.removeprefix("full_key: ") for line in lines if "full_key: " in line), None)
-    kept = [
-        line
-        for line in dict.fromkeys(lines)
-        if not line.startswith(("full_key", "object_type", "reference_type", "To append"))
-    ]
-    text = "\n  ".join(kept)
-    return f"{key}: {text}" if key and key not in kept[0] else text
-
-
-def _resumed(folder: str, typed: list[str]) -> TrainConfig:
-    """The config a run folder was started with; nothing else may be typed beside resume=."""
-    import dataclasses
-
-    from omegaconf import OmegaConf
-
-    others = [o for o in typed if key_of(o) not in ("resume", "recipe")]
-    if others:
-        raise ValueError(
-            f"resume={folder} continues the run as it was started; leave out {', '.join(others)}"
-        )
-    file = Path(folder) / "config.yaml"
-    if not file.is_file():
-        raise ValueError(f"resume={folder}: there is no {file}; give a run folder")
-    try:
-        merged = OmegaConf.merge(schema(), OmegaConf.load(file))
-    except Exception as error:
-        raise ValueError(f"{file}: {_hydra_message(error)}") from error
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, TrainConfig), "the schema is not TrainConfig"
-    return dataclasses.replace(config, resume=folder)
+            sys.stdout.flush()
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            fail(explain(error))
 
 
 @app.command(
     "train",
+    short_help="Fine-tune a model on your rows; settings are KEY=VALUE.",
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,
@@ -265,10 +225,11 @@ def quantize(
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder with config.json and safetensors, hub id, .gguf, package:NAME/FILE."
+            metavar="SOURCE",
+            help="Folder with config.json and safetensors, hub id, .gguf, package:NAME/FILE.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="The .bonsai file to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .bonsai file to write.")],
     method: Annotated[
         Method, typer.Option(help="How signs and scales are chosen.")
     ] = Method.optimal,
@@ -301,7 +262,7 @@ def quantize(
 
     Example: bonsai-ft quantize HuggingFaceTB/SmolLM2-135M-Instruct smollm2.bonsai
     """
-    with clear_errors():
+    with clear_errors(TO_FLAGS):
         quiet_libraries()
         from bonsai_ft import quantize as run_quantize
         from bonsai_ft.quantize import QuantizeSettings
@@ -333,14 +294,14 @@ def quantize(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .bonsai model or adapter.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .bonsai model or adapter.")],
     as_json: AsJson = False,
 ) -> None:
     """Check a .bonsai file and say what is in it.
 
     Example: bonsai-ft inspect smollm2.bonsai
     """
-    with clear_errors():
+    with clear_errors(TO_FLAGS):
         from bonsai_ft.inspect import describe, describe_text
 
         result = describe(file)
@@ -355,7 +316,8 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A .bonsai model, or a float source to compare with (folder, hub id, .gguf)."
+            metavar="MODEL",
+            help="A .bonsai model, or a float source to compare with (folder, hub id, .gguf).",
         ),
     ],
     text: Annotated[
@@ -377,9 +339,13 @@ def evaluate(
 
     Example: bonsai-ft evaluate base.bonsai --adapter run/adapter.bonsai --text run/heldout.jsonl
     """
-    with clear_errors():
+    with clear_errors(TO_FLAGS):
         if sequence_length < 2:
             raise ValueError(f"--sequence-length {sequence_length}: it must be 2 or more")
+        if batch_size < 1:
+            raise ValueError(f"--batch-size {batch_size}: it must be 1 or more")
+        if not Path(text).is_file():
+            raise ValueError(f"--text {text}: there is no such file")
         loaded, tokenizer = _open(model, adapter, dtype)
         from bonsai_ft.evaluate import evaluate_text
 
@@ -425,12 +391,14 @@ def generate(
 
     Example: bonsai-ft generate base.bonsai --adapter run/adapter.bonsai --prompt "..."
     """
-    with clear_errors():
+    with clear_errors(TO_FLAGS):
         if (prompt is None) == (prompts is None):
             raise ValueError("give either --prompt TEXT or --prompts FILE")
+        from bonsai_ft.generate import answer, check_sampling
+
+        check_sampling(max_new_tokens, temperature, top_p, seed)
         conversations = _conversations(prompt, prompts, system)
         loaded, tokenizer = _open(model, adapter)
-        from bonsai_ft.generate import answer
 
         def write(piece: str) -> None:
             sys.stdout.write(piece)
@@ -438,8 +406,7 @@ def generate(
 
         answers = []
         for number, conversation in enumerate(conversations):
-            streams = prompt is not None and not as_json
-            if not streams and not as_json:
+            if prompts is not None and not as_json:
                 write(f"> {conversation[-1]['content']}\n")
             [one] = answer(
                 loaded,
@@ -450,31 +417,26 @@ def generate(
                 top_p=top_p,
                 seed=None if seed is None else seed + number,
                 template=template,
-                show=write if not as_json else None,
+                show=None if as_json else write,
             )
             answers.append(one)
             if not as_json:
                 write("\n")
+        tokens = sum(a.tokens for a in answers)
+        seconds = sum(a.seconds for a in answers)
+        speed = round(tokens / seconds, 2)
+        if not as_json:
+            sys.stderr.write(f"{tokens} tokens, {speed} per second\n")
+            return
         results = [
             {"text": a.text, "tokens": a.tokens, "tokens_per_second": round(a.tokens_per_second, 2)}
             for a in answers
         ]
-        if not as_json:
-            seconds = sum(a.seconds for a in answers)
-            tokens = sum(a.tokens for a in answers)
-            sys.stderr.write(f"{tokens} tokens, {tokens / seconds:.1f} per second\n")
-            return
         if prompt is not None:
             show(results[0], True, str)
             return
-        seconds = sum(a.seconds for a in answers)
-        tokens = sum(a.tokens for a in answers)
-        total = {
-            "text": "\n".join(a.text for a in answers),
-            "tokens": tokens,
-            "tokens_per_second": round(tokens / seconds, 2) if seconds else 0.0,
-            "results": results,
-        }
+        text = "\n".join(a.text for a in answers)
+        total = {"text": text, "tokens": tokens, "tokens_per_second": speed, "results": results}
         show(total, True, str)
 
 
@@ -496,14 +458,17 @@ def chat(
 
     Example: bonsai-ft chat base.bonsai --adapter run/adapter.bonsai
     """
-    with clear_errors():
-        loaded, tokenizer = _open(model, adapter)
+    with clear_errors(TO_FLAGS):
         from bonsai_ft.chat import talk
+        from bonsai_ft.generate import check_sampling
+
+        check_sampling(max_new_tokens, temperature, top_p)
+        loaded, tokenizer = _open(model, adapter)
 
         talk(
             loaded,
             tokenizer,
-            system=system,
+            system=_text(system) if system else None,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -522,7 +487,18 @@ def root(
 
 def main() -> None:
     """The console script."""
-    app()
+    use_utf8()
+    # Typer's usage errors have no public name; a bad value is one of them
+    usage_error: Any = typer.BadParameter.__bases__[0]
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="bonsai-ft", standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(STOPPED) from None
+    except usage_error as error:
+        where = error.ctx.command_path if error.ctx else "bonsai-ft"
+        fail(f"{error.format_message()} See {where} --help")
+    if isinstance(code, int) and code:
+        raise SystemExit(code)
 
 
 # ---------------------------------------------------------------- helpers
@@ -548,6 +524,8 @@ def _open(
 
     if dtype not in [d.value for d in Dtype]:
         raise ValueError(f"--dtype {dtype}: choose one of {', '.join(d.value for d in Dtype)}")
+    if adapter is not None and not Path(adapter).is_file():
+        raise ValueError(f"--adapter {adapter}: there is no such file")
     hardware = HardwareConfig(dtype=Dtype(dtype))
     device = choose_device(hardware)
     chosen = choose_dtype(hardware, device)
@@ -572,39 +550,70 @@ def _open_float(
     return cast(Any, model).to(device), tokenizer
 
 
-def _conversations(prompt: str | None, prompts: Path | None, system: str | None) -> list[list[Any]]:
+def _conversations(
+    prompt: str | None, prompts: Path | None, system: str | None
+) -> "list[list[Message]]":
     from bonsai_ft.data.sources import read_rows
 
-    head = [{"role": "system", "content": system}] if system else []
+    head: list[Message] = [{"role": "system", "content": _text(system)}] if system else []
     if prompt is not None:
         if not prompt.strip():
             raise ValueError("--prompt is empty")
-        return [[*head, {"role": "user", "content": prompt}]]
+        return [[*head, {"role": "user", "content": _text(prompt)}]]
     assert prompts is not None, "one of the two was checked to be there"
     if not prompts.is_file():
         raise ValueError(f"--prompts {prompts}: there is no such file")
-    if prompts.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        rows, _ = read_rows(str(prompts), for_training=False)
-        asked = []
-        for row in rows:
-            messages = list(row.messages)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            asked.append([*head, *messages])
-        return asked
-    lines = [line.strip() for line in prompts.read_text(encoding="utf-8-sig").splitlines()]
-    asked = [[*head, {"role": "user", "content": line}] for line in lines if line]
+    if prompts.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+        rows, report = read_rows(str(prompts), for_training=False)
+        for line in report.lines()[1:]:
+            sys.stderr.write(f"{prompts}: {line}\n")
+        return [_asked(row.messages, head) for row in rows]
+    try:
+        lines = prompts.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {prompts}: not UTF-8 (byte {error.start})") from error
+    asked = [
+        _asked([{"role": "user", "content": line.strip()}], head) for line in lines if line.strip()
+    ]
     if not asked:
         raise ValueError(f"--prompts {prompts}: the file has no prompt")
     return asked
 
 
+def _text(argument: str) -> str:
+    """Under a locale without letters, Python smuggles bytes of an argument as lone surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(argument).decode("utf-8", errors="replace")
+    return argument
+
+
+def _asked(messages: "list[Message]", head: "list[Message]") -> "list[Message]":
+    """A row up to its last question; a system message of its own beats the one given."""
+    end = len(messages)
+    while messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end] if messages[0]["role"] == "system" else [*head, *messages[:end]]
+
+
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr."""
+    """Progress on stderr: a bar on a terminal, else a line for each tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if not sys.stderr.isatty():
+        tenths = -1
+
+        def say(done: int, total: int, name: str) -> None:
+            nonlocal tenths
+            if (now := 10 * done // max(total, 1)) > tenths:
+                tenths = now
+                sys.stderr.write(f"{what}: {done} of {total} ({name})\n")
+
+        yield say
+        return
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -627,12 +636,16 @@ def _quantize_text(result: dict[str, Any]) -> str:
         [
             layer_table(result["layers"]),
             "",
-            f"{result['path']}: {result['file_bytes'] / 1e6:.1f} MB, "
-            f"{result['bits_per_weight']:.3f} bits per quantised weight, "
-            f"{result['seconds']:.0f} s",
-            f"calibrated on {result['calibration_sequences']} sequences "
-            f"({result['calibration_tokens']} tokens), output error measured on "
-            f"{result['held_out_tokens']} other tokens",
+            (
+                f"{result['path']}: {result['file_bytes'] / 1e6:.1f} MB, "
+                f"{result['bits_per_weight']:.3f} bits per quantised weight, "
+                f"{result['seconds']:.0f} s"
+            ),
+            (
+                f"calibrated on {result['calibration_sequences']} sequences "
+                f"({result['calibration_tokens']} tokens), output error measured on "
+                f"{result['held_out_tokens']} other tokens"
+            ),
             *(f"note: {note}" for note in result["notes"]),
             f"fingerprint {result['fingerprint']}",
         ]

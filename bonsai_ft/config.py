@@ -71,7 +71,8 @@ class DataConfig:
 
     path: str | None = None
     split: str = "train"
-    columns: dict[str, str] | None = None
+    # ours to the file's; not null, or no key could be set on the command line
+    columns: dict[str, str] | None = field(default_factory=dict)
     sequence_length: int = 512
     held_out_fraction: float = 0.1
     held_out_path: str | None = None
@@ -145,6 +146,7 @@ class TrainSection:
             "log_every",
             "eval_batch_size",
             "keep_checkpoints",
+            "probe_tokens",
         ):
             _at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("cpu_steps", "eval_every", "save_every"):
@@ -153,6 +155,10 @@ class TrainSection:
         for name in ("learning_rate", "codebook_learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"train.{name}={getattr(self, name)}: it must be above 0")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"train.weight_decay={self.weight_decay}: it must be 0 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"train.seed={self.seed}: give a whole number from 0, below 2**32")
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(f"train.warmup_ratio={self.warmup_ratio}: give 0 to below 1")
         for name in ("beta1", "beta2"):

@@ -49,6 +49,7 @@ from bonsai_ft.train.optimizer import build_optimizer
 from bonsai_ft.train.report import (
     Console,
     RunFolder,
+    check_tracker,
     check_unused,
     environment,
     format_bytes,
@@ -78,6 +79,7 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         torch.set_num_threads(config.hardware.threads)
     dtype = choose_dtype(config.hardware, device)
     choose_kernel(config.kernel)
+    check_tracker(config.logger)
     if config.run_dir and not config.resume:
         check_unused(Path(config.run_dir))
     accelerator = Accelerator(cpu=device == "cpu")
@@ -111,7 +113,9 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         torch.manual_seed(config.train.seed)
         attach(model, adapter_config(config, model))
         if config.train.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # older versions of transformers know only the second name, newer ones warn about it
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if not config.adapter.lora:
             for parameter in trainable_groups(model)["lora"]:
                 parameter.requires_grad = False

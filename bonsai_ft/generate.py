@@ -1,5 +1,6 @@
 """What does a model answer? Streaming generation for a prompt, or several prompts at once."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from transformers.generation.streamers import TextStreamer
 
 from bonsai_ft.data.chat import encode_prompt, stop_token_ids
 from bonsai_ft.data.sources import Message
-
 
 # 2 Mi signs: below it one thread decodes a layer in less than a millisecond.
 SMALL_LAYER_BYTES = 1 << 19
@@ -60,12 +60,7 @@ def answer(
 
     Temperature 0 is greedy. Raises ValueError for numbers out of range.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be 1 or more")
-    if temperature < 0:
-        raise ValueError(f"--temperature {temperature}: it must be 0 or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p}: give a number above 0, at most 1")
+    check_sampling(max_new_tokens, temperature, top_p, seed)
     if seed is not None:
         torch.manual_seed(seed)
     prompts = [encode_prompt(messages, tokenizer, template) for messages in conversations]
@@ -91,18 +86,20 @@ def answer(
     was_training = model.training
     model.eval()
     started = time.perf_counter()
-    with _few_threads(model):
-        out = cast(Any, model).generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=stops,
-            pad_token_id=pad,
-            streamer=streamer,
-            **sampling,
-        )
+    try:
+        with _few_threads(model):
+            out = cast(Any, model).generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=stops,
+                pad_token_id=pad,
+                streamer=streamer,
+                **sampling,
+            )
+    finally:
+        model.train(was_training)
     seconds = time.perf_counter() - started
-    model.train(was_training)
     return [_finished(row[longest:].tolist(), stops, tokenizer, seconds) for row in out]
 
 
@@ -120,6 +117,20 @@ def _few_threads(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None = None
+) -> None:
+    """Raises ValueError for numbers out of range; before a model is loaded, that costs no wait."""
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: it must be 1 or more")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"--temperature {temperature}: give a number from 0")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: give a number above 0, at most 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: give a whole number from 0, below 2**63")
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -73,22 +73,29 @@ def describe(path: Path) -> dict[str, Any]:
 def describe_text(result: dict[str, Any]) -> str:
     """The same for people."""
     lines = [
-        f"{result['path']}: {result['kind']}, format {result['format_version']}, "
-        f"{result['file_bytes'] / 1e6:.1f} MB, {result['tensors']} tensors, checksums verified",
+        (
+            f"{result['path']}: {result['kind']}, format {result['format_version']}, "
+            f"{result['file_bytes'] / 1e6:.1f} MB, {result['tensors']} tensors, checksums verified"
+        ),
         f"fingerprint {result['fingerprint']}",
     ]
     if result["kind"] == "adapter":
         adapter = result["adapter"]
         lines += [
-            f"LoRA rank {adapter.get('r')}, alpha {adapter.get('lora_alpha')}, codebooks "
-            f"{'yes' if adapter.get('codebooks') else 'no'}, {result['parameters']:,} parameters",
+            (
+                f"LoRA rank {adapter.get('r')}, alpha {adapter.get('lora_alpha')}, codebooks "
+                f"{'yes' if adapter.get('codebooks') else 'no'}, "
+                f"{result['parameters']:,} parameters"
+            ),
             f"base: {result['base'].get('source', 'unknown')}",
         ]
         return "\n".join(lines)
     lines += [
-        f"{result['model_type']} from {result['provenance'].get('source', 'unknown')}: "
-        f"{result['quantised_weights']:,} quantised weights at "
-        f"{result['bits_per_weight']:.3f} bits, the rest in {result['dtype']}",
+        (
+            f"{result['model_type']} from {result['provenance'].get('source', 'unknown')}: "
+            f"{result['quantised_weights']:,} quantised weights at "
+            f"{result['bits_per_weight']:.3f} bits, the rest in {result['dtype']}"
+        ),
         layer_table(result["layers"]),
     ]
     return "\n".join(lines)

@@ -22,7 +22,7 @@ def resource(name: str) -> Path:
 
 def load_recipe(name: str) -> ModuleType:
     """The Python half of a recipe: `recipes/<name>.py`, or a user's own file by path."""
-    path = Path(name) if name.endswith(".py") else resource("recipes") / f"{name}.py"
+    path = Path(name).expanduser() if name.endswith(".py") else resource("recipes") / f"{name}.py"
     if not path.is_file():
         known = sorted(p.stem for p in resource("recipes").glob("*.py"))
         raise ValueError(
@@ -30,7 +30,8 @@ def load_recipe(name: str) -> ModuleType:
             "or give the path of your own .py file"
         )
     spec = importlib.util.spec_from_file_location(f"bonsai_ft.recipes.{path.stem}", path)
-    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    assert spec is not None, f"{path} is not a Python file"
+    assert spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "bonsai_ft"
 
 FLOORS = [
     {"resources", "config"},
+    {"compose"},
     {"format"},
     {"quantize"},
     {"ops"},

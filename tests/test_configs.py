@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from bonsai_ft.cli import schema, setting_keys
+from bonsai_ft.compose import schema, setting_keys
 from bonsai_ft.config import TrainConfig
 from bonsai_ft.resources import load_recipe, resource
 

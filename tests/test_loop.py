@@ -467,7 +467,7 @@ def test_gradient_that_is_not_finite_stops_the_run_before_the_update(loop):
         kept["before"] = {name: p.detach().clone() for name, p in parameters.items()}
         next(iter(parameters.values())).register_hook(lambda gradient: gradient * math.nan)
 
-    with pytest.raises(ValueError, match="step 1: .* the gradient norm nan"):
+    with pytest.raises(ValueError, match=r"step 1: .* the gradient norm nan"):
         loop(prepare=break_gradients)
     for name, value in kept["before"].items():
         assert torch.equal(kept[name], value), name

@@ -133,6 +133,16 @@ def test_logits_of_all_tokens_are_never_held_in_forward_or_backward(monkeypatch)
     assert spy.rows >= batch.num_targets
 
 
+def test_logits_are_made_again_in_backward_and_not_kept_for_it():
+    model = float_model(tiny_config("llama"), torch.float32)
+    batch = collate(make_examples([30, 21]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        sum_loss(model, batch)
+    assert kept
+    assert not [shape for shape in kept if shape and shape[-1] == model.config.vocab_size]
+
+
 def test_positions_that_are_no_targets_never_reach_the_head():
     model = float_model(tiny_config("llama"), torch.float32)
     batch = collate(make_examples([30], first_target=28))
@@ -194,7 +204,7 @@ def test_ordinary_heads_pass_the_check(tiny_base, architecture, dtype):
 def test_head_that_is_not_understood_is_refused():
     # multiplies where Granite, with a setting of the same name, divides
     model = with_head(HyperCLOVAXConfig, {"logits_scaling": 0.25})
-    with pytest.raises(ValueError, match="HyperCLOVAX.*does not know"):
+    with pytest.raises(ValueError, match=r"HyperCLOVAX.*does not know"):
         check_head(model, [3, 4, 5, 6])
 
 

@@ -7,7 +7,7 @@ the first step and is shown beside the measured peak.
 
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -17,16 +17,24 @@ from bonsai_ft.config import TrainSection
 from bonsai_ft.model import TernaryLinear
 from bonsai_ft.train.loss import SLICE_TOKENS
 
+# Measured on Linux (glibc) with SmolLM2: peak over what the plan's other lines explain.
+HEAP_OVERHEAD = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose. `runtime_bytes` is what the process held before the model came."""
+    """Bytes by purpose.
+
+    `runtime_bytes` is what the process held before the model came, `heap_bytes` what the CPU's
+    allocator keeps beyond what is in use.
+    """
 
     base_bytes: int
     trainable_bytes: int
     activation_bytes: int
     workspace_bytes: int
     runtime_bytes: int = 0
+    heap_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -53,29 +61,33 @@ def plan_memory(
     element = 2 if model.dtype != torch.float32 else 4
     layers, hidden = config.num_hidden_layers, config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    # inputs of the linear layers, norms, residual stream, attention's q, k, v and output, and the
-    # dropped-out copies that LoRA keeps
-    per_layer = tokens * element * (18 * hidden + 7 * inner)
+    # per token and block: float32 inputs of norms, queries, keys, values and attention output,
+    # and for every layer LoRA's dropped-out input with its mask
+    per_layer = tokens * element * (36 * hidden + 7 * inner)
     saved = layers * tokens * element * hidden if settings.gradient_checkpointing else 0
     activations = saved + (1 if settings.gradient_checkpointing else layers) * per_layer
-    largest = max(
+    decoded = max(
         (
-            int(m.out_features) * int(m.in_features)  # type: ignore[arg-type]
+            2 * m.out_features * m.in_features * element
             for m in model.modules()
-            if isinstance(m, nn.Linear | TernaryLinear)
+            if isinstance(m, TernaryLinear)
         ),
         default=0,
     )
-    head = config.vocab_size * hidden
-    body = largest if largest != head else inner * hidden
-    logits = min(SLICE_TOKENS, tokens) * config.vocab_size * (element + 2 * 4)
-    return MemoryPlan(
+    # a slice's logits as computed, in float32, their softmax and its gradient
+    logits = min(SLICE_TOKENS, tokens) * config.vocab_size * (2 * element + 3 * 4)
+    plan = MemoryPlan(
         base_bytes=base,
         trainable_bytes=states,
         activation_bytes=activations,
-        workspace_bytes=max(2 * body * element, logits),
+        workspace_bytes=decoded + logits,
         runtime_bytes=runtime_bytes,
     )
+    if model.device.type != "cpu":
+        return plan
+    # The C heap keeps freed blocks of one batch's shapes while it serves the next batch's.
+    kept = round(HEAP_OVERHEAD * (activations + plan.workspace_bytes))
+    return replace(plan, heap_bytes=kept)
 
 
 def peak_memory_bytes(device: str) -> int:

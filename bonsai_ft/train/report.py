@@ -235,13 +235,36 @@ def open_tracker(logger: Logger, folder: RunFolder, config: dict[str, Any], name
     return Tracker(log=lambda metrics, step: None, close=lambda: None)
 
 
-def _open_wandb(folder: RunFolder, config: dict[str, Any], name: str) -> Tracker:
+def check_tracker(logger: Logger) -> None:
+    """ValueError if the package that `logger` needs is not installed."""
+    if logger is Logger.wandb:
+        _import_wandb()
+    elif logger is Logger.tensorboard:
+        _import_summary_writer()
+
+
+def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
         raise ValueError(
             "logger=wandb needs the package wandb: pip install wandb (or use logger=none)"
         ) from error
+    return wandb
+
+
+def _import_summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            'logger=tensorboard needs the package tensorboard: pip install "bonsai-ft[tensorboard]"'
+        ) from error
+    return SummaryWriter
+
+
+def _open_wandb(folder: RunFolder, config: dict[str, Any], name: str) -> Tracker:
+    wandb = _import_wandb()
     # wandb checks the value itself
     mode: Any = os.environ.get("WANDB_MODE") or "offline"
     try:
@@ -257,13 +280,7 @@ def _open_wandb(folder: RunFolder, config: dict[str, Any], name: str) -> Tracker
 
 
 def _open_tensorboard(folder: RunFolder, config: dict[str, Any]) -> Tracker:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            'logger=tensorboard needs the package tensorboard: pip install "bonsai-ft[tensorboard]"'
-        ) from error
-    writer = SummaryWriter(str(folder.path / "tensorboard"))
+    writer = _import_summary_writer()(str(folder.path / "tensorboard"))
     # four spaces make a code block of it
     settings = _to_json(config, indent=2).replace("\n", "\n    ")
     writer.add_text("config", "    " + settings)
