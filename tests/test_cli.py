@@ -60,10 +60,10 @@ def adapter(tiny_base, tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, tiny_base, adapter):
+def folder(tmp_path, tmp_path_factory, monkeypatch, tiny_base, adapter):
     """The current directory, with a base, its adapter and rows in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BONSAI_FT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BONSAI_FT_CACHE", str(tmp_path_factory.mktemp("cache")))
     (tmp_path / "base.bonsai").symlink_to(tiny_base("llama"))
     (tmp_path / "adapter.bonsai").symlink_to(adapter)
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
@@ -443,7 +443,6 @@ def test_a_recipe_that_is_not_python_names_file_and_line(type_in, folder):
     assert_mistake(type_in("train", *SHORT, "recipe.name=mine.py"), "mine.py:2")
 
 
-@pytest.mark.slow
 def test_a_multirun_makes_one_run_folder_per_job(type_in, folder):
     result = type_in("train", "-m", "data.path=rows.jsonl", *SHORT, "train.seed=1,2")
     assert result.code == 0, result.err
@@ -462,7 +461,6 @@ def yaml_seed(run: Path) -> int:
     return yaml.safe_load((run / "config.yaml").read_text())["train"]["seed"]
 
 
-@pytest.mark.slow
 def test_a_mistake_in_a_multirun_is_one_message(type_in, folder):
     typed = ("-m", "data.path=rows.jsonl", *SHORT, "train.learning_rate=-1,1")
     assert_mistake(type_in("train", *typed), "train.learning_rate=-1")
@@ -515,7 +513,7 @@ def test_a_damaged_adapter_is_refused(type_in, folder):
 
 
 @pytest.mark.parametrize(
-    ("model", "adapter", "words"),
+    ("model", "beside", "words"),
     [
         ("adapter.bonsai", None, ("adapter.bonsai", "is an adapter, not a model")),
         ("base.bonsai", "base.bonsai", ("base.bonsai", "is a model, not an adapter")),
@@ -527,10 +525,10 @@ def test_a_damaged_adapter_is_refused(type_in, folder):
     ids=["swapped", "base-twice", "wrong-base", "no-adapter", "no-model", "no-base"],
 )
 def test_files_given_in_the_wrong_place_are_refused(
-    model, adapter, words, type_in, folder, tiny_base
+    model, beside, words, type_in, folder, tiny_base
 ):
     (folder / "other.bonsai").symlink_to(tiny_base("qwen3"))
-    chosen = [model, *(["--adapter", adapter] if adapter else [])]
+    chosen = [model, *(["--adapter", beside] if beside else [])]
     assert_mistake(type_in("generate", *chosen, "--prompt", "a"), *words)
 
 
@@ -616,8 +614,10 @@ def test_quantize_prints_one_object_and_inspect_agrees(type_in, folder, tiny_bas
         assert made[key] == seen[key], key
     assert (seen["kind"], seen["format_version"]) == ("model", "1")
     for one, other in zip(made["layers"], seen["layers"], strict=True):
-        for key in ("name", "shape", "bits_per_weight", "relative_mse"):
+        for key in ("name", "shape", "bits_per_weight"):
             assert one[key] == other[key], key
+        # rounded in the file
+        assert one["relative_mse"] == pytest.approx(other["relative_mse"], abs=1e-6)
     assert len(seen["layers"]) == 14
 
 
@@ -810,18 +810,14 @@ def test_chinese_survives_a_locale_without_letters(folder):
     script = Path(sys.executable).with_name("bonsai-ft")
     command = [script, "generate", "base.bonsai", "--prompts", "p.txt", "--max-new-tokens", "2"]
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))}
-    for locale in (
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "gbk"},
-    ):
-        done = subprocess.run(
-            [*command, "--system", "简短回答"],
-            env=plain | locale,
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.decode("utf-8").startswith("> 春天\n")
+    done = subprocess.run(
+        [*command, "--system", "简短回答"],
+        env=plain | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("utf-8").startswith("> 春天\n")
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(folder):

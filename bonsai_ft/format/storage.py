@@ -220,9 +220,9 @@ class BonsaiFile:
             return torch.empty(entry.shape, dtype=entry.dtype)
         # a storage of its own: pickling one tensor must not carry the whole file along
         start, count = self._data_start + entry.begin, math.prod(entry.shape)
-        return torch.frombuffer(
-            self._mapping, dtype=entry.dtype, count=count, offset=start
-        ).view(entry.shape)
+        return torch.frombuffer(self._mapping, dtype=entry.dtype, count=count, offset=start).view(
+            entry.shape
+        )
 
     def weight_names(self) -> list[str]:
         """Modules that `weight` knows."""
