@@ -1,6 +1,6 @@
 """Error and held-out loss of quantised SmolLM2-135M, method by method, before any training.
 
-Losses are nats per answer token on the held-out tenth of the bundled rows (recipe alpaca_cn, seed 0).
+Losses are nats per answer token on the held-out tenth of the bundled rows (alpaca_cn, seed 0).
 The source is a 4-bit GGUF (Q4_1, 5.0 bits per weight with its scales); its dequantised weights are
 the "float" line, which is therefore the 4-bit line as well.
 
@@ -53,9 +53,7 @@ def main() -> None:
     dtype = choose_dtype(HardwareConfig(), "cpu")
     model, tokenizer = load_float(args.source, dtype)
     recipe = load_recipe("alpaca_cn")
-    rows, _ = read_rows(
-        str(resource("recipes") / recipe.DATASET), conversation=recipe.conversation
-    )
+    rows, _ = read_rows(str(resource("recipes") / recipe.DATASET), conversation=recipe.conversation)
     _, held_out = split_rows(rows, 0.1, 0)
     examples, _ = encode_rows(held_out, tokenizer, sequence_length=512)
 
@@ -72,7 +70,7 @@ def main() -> None:
             started = time.perf_counter()
             report = quantize(args.source, path, VARIANTS[name])
             seconds = time.perf_counter() - started
-            errors = [layer.output_error for layer in report.layers if layer.output_error is not None]
+            errors = [r.output_error for r in report.layers if r.output_error is not None]
             line = {
                 "method": name,
                 "bits_per_weight": round(report.bits_per_weight, 3),

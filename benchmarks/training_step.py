@@ -1,9 +1,9 @@
 """Time of one training step: bonsai_ft on packed weights against PEFT LoRA on bfloat16 weights.
 
-Both sides train LoRA of the same rank on the same layers of the same model, on the same tokens, in one
-process, taking turns; medians are compared. bonsai_ft trains its codebooks besides. "own loss" is
-transformers' full-vocabulary loss for PEFT, as its users run it; "same loss" gives PEFT bonsai_ft's
-sliced loss, so that only the layers differ.
+Both sides train LoRA of the same rank on the same layers of the same model, on the same tokens, in
+one process, taking turns; medians are compared. bonsai_ft trains its codebooks besides. "own loss"
+is transformers' full-vocabulary loss for PEFT, as its users run it; "same loss" gives PEFT
+bonsai_ft's sliced loss, so that only the layers differ.
 
     python benchmarks/training_step.py                        # SmolLM2-135M, 2048 tokens
     python benchmarks/training_step.py --rows 4 --length 256 --threads 1 --json out.json
@@ -51,9 +51,7 @@ def main() -> None:
     targets = linear_names(ours)
     attach(
         ours,
-        TernaryLoraConfig(
-            r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules=targets
-        ),
+        TernaryLoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules=targets),
     )
     dense, _ = load_float(args.source, torch.bfloat16)
     theirs = peft.get_peft_model(

@@ -87,6 +87,9 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
     is_main = accelerator.is_main_process
     runtime_bytes = resident_bytes()
     with Console(enabled=is_main) as console:
+        # what is quick to find wrong is looked at before the base, which may take minutes to make
+        recipe = load_recipe(config.recipe.name) if config.recipe.name else None
+        read = read_data(config, recipe)
         with accelerator.main_process_first():
             base, made = find_base(config.model, config.cache_dir, _base_progress(console))
         if made is not None:
@@ -95,8 +98,7 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
                 f"{made.bits_per_weight:.2f} bits per weight, {format_bytes(made.file_bytes)}"
             )
         tokenizer = load_tokenizer(base)
-        recipe = load_recipe(config.recipe.name) if config.recipe.name else None
-        rows = load_rows(config, recipe, tokenizer)
+        rows = encode_data(config, read, tokenizer)
         total_steps = run_length(config, device, is_length_explicit)
         _say_rows(console, rows, tokenizer)
         if total_steps != config.train.total_steps:
@@ -247,8 +249,8 @@ def adapter_config(config: TrainConfig, model: PreTrainedModel) -> TernaryLoraCo
     )
 
 
-def load_rows(config: TrainConfig, recipe: Any, tokenizer: PreTrainedTokenizerBase) -> Rows:
-    """Reads, splits and encodes the rows of a run.
+def read_data(config: TrainConfig, recipe: Any) -> tuple[list[Row], list[Row], list[str]]:
+    """Training rows, held-out rows, and what is to be said about them.
 
     Raises ValueError if there is no data or a row cannot be used, naming file and line.
     """
@@ -262,7 +264,7 @@ def load_rows(config: TrainConfig, recipe: Any, tokenizer: PreTrainedTokenizerBa
         own = resource("recipes") / recipe.DATASET
         path = str(own) if own.is_file() else recipe.DATASET
     # columns may be renamed and other shapes detected only when the recipe does not decide itself
-    uses_recipe = config.data.path is None and recipe is not None
+    uses_recipe = data.path is None and recipe is not None
     conversation = getattr(recipe, "conversation", None) if uses_recipe else None
     rows, report = read_rows(
         path, columns=data.columns, split=data.split, conversation=conversation
@@ -272,20 +274,33 @@ def load_rows(config: TrainConfig, recipe: Any, tokenizer: PreTrainedTokenizerBa
         held_out, _ = read_rows(data.held_out_path, columns=data.columns)
     else:
         training, held_out = split_rows(rows, data.held_out_fraction, config.train.seed)
-    lines = [f"data: {path}", *report.lines()]
-    encoded = []
     for label, part in (("training", training), ("held-out", held_out)):
         if not part:
             raise ValueError(f"data.path={path}: no {label} rows are left; give more rows")
-        examples, encode_report = encode_rows(
+    return training, held_out, [f"data: {path}", *report.lines()]
+
+
+def encode_data(
+    config: TrainConfig,
+    read: tuple[list[Row], list[Row], list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Rows:
+    """Token ids and masks of what `read_data` gave.
+
+    Raises ValueError if no row fits, or the chat template does not fit the rows.
+    """
+    data = config.data
+    training, held_out, lines = read
+    encoded = []
+    for label, part in (("training", training), ("held-out", held_out)):
+        examples, report = encode_rows(
             part, tokenizer, sequence_length=data.sequence_length, chat_template=data.template
         )
         if not examples:
             raise ValueError(
-                f"data.path={path}: no {label} row fits data.sequence_length="
-                f"{data.sequence_length}; raise it"
+                f"no {label} row fits data.sequence_length={data.sequence_length}; raise it"
             )
-        lines += [f"{label}: {line}" for line in encode_report.lines()]
+        lines = lines + [f"{label}: {line}" for line in report.lines()]
         encoded.append(examples)
     return Rows(train=encoded[0], held_out=encoded[1], held_out_rows=held_out, lines=lines)
 

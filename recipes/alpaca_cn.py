@@ -1,7 +1,7 @@
 """Short Chinese instructions: knowledge, idioms, small poems, arithmetic in words, everyday tasks.
 
-The bundled rows (recipes/data/alpaca_cn.jsonl, 620 of them, Apache-2.0) were written for this project.
-Rows in Alpaca's columns (instruction, input, output) from any other file work the same way:
+The bundled rows (recipes/data/alpaca_cn.jsonl, 620 of them, Apache-2.0) were written for this
+project. Rows in Alpaca's columns (instruction, input, output) from any other file work as well:
 data.path=FILE. What to expect from the bundled rows is in the README, measured.
 """
 

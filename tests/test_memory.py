@@ -1,0 +1,68 @@
+"""Nothing of a packed base exists as floats while it trains, and the plan names what does exist."""
+
+import gc
+
+import torch
+
+from bonsai_ft.adapter import TernaryLoraConfig, attach, linear_names, trainable_groups
+from bonsai_ft.api import load_model
+from bonsai_ft.config import TrainSection
+from bonsai_ft.data.batches import Batch
+from bonsai_ft.model import TernaryLinear
+from bonsai_ft.train.loss import sum_loss
+from bonsai_ft.train.memory import plan_memory
+
+
+def training_model(path):
+    model = load_model(path, device_map="cpu")
+    attach(model, TernaryLoraConfig(r=4, target_modules=linear_names(model)))
+    return model.train()
+
+
+def float_tensors_of_weight_shape(model):
+    """Living float tensors as large as a packed layer, both ways round."""
+    shapes = set()
+    for module in model.modules():
+        if isinstance(module, TernaryLinear):
+            shapes |= {
+                (module.out_features, module.in_features),
+                (module.in_features, module.out_features),
+            }
+    gc.collect()
+    return [
+        tuple(x.shape)
+        for x in gc.get_objects()
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and tuple(x.shape) in shapes
+    ]
+
+
+def test_no_float_copy_of_a_layer_lives_between_forward_and_backward_or_after(tiny_base):
+    # 7 tokens and 5 rows: no activation can have the shape of a weight
+    model = training_model(tiny_base("llama"))
+    before = float_tensors_of_weight_shape(model)
+    ids = torch.randint(0, 200, (5, 7))
+    batch = Batch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool), [])
+    loss = sum_loss(model, batch)
+    assert float_tensors_of_weight_shape(model) == before == []
+    loss.backward()
+    assert float_tensors_of_weight_shape(model) == []
+
+
+def test_the_base_is_counted_packed(tiny_base):
+    model = training_model(tiny_base("llama"))
+    plan = plan_memory(model, trainable_groups(model), TrainSection(), longest=64)
+    packed = sum(m.ternary.nbytes for m in model.modules() if isinstance(m, TernaryLinear))
+    dense = sum(
+        4 * m.in_features * m.out_features for m in model.modules() if isinstance(m, TernaryLinear)
+    )
+    plain = model.get_input_embeddings().weight.nbytes
+    assert packed < plan.base_bytes < plain * 2 + dense / 4
+
+
+def test_checkpointing_lowers_the_planned_activations(tiny_base):
+    model = training_model(tiny_base("llama"))
+    groups = trainable_groups(model)
+    plain = plan_memory(model, groups, TrainSection(), longest=64)
+    less = plan_memory(model, groups, TrainSection(gradient_checkpointing=True), longest=64)
+    assert less.activation_bytes < plain.activation_bytes
+    assert less.total_bytes < plain.total_bytes
