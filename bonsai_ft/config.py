@@ -121,7 +121,7 @@ class TrainSection:
     batch_size: int = 2
     accumulation: int = 8
     learning_rate: float = 2e-4
-    codebook_learning_rate: float = 1e-3
+    codebook_learning_rate: float = 5e-3
     warmup_ratio: float = 0.03
     schedule: Schedule = Schedule.cosine
     weight_decay: float = 0.0
