@@ -1,5 +1,6 @@
 """How do LoRA and codebooks train, travel and swap as one adapter? No other floor knows PEFT."""
 
+from bonsai_ft.adapter import _noise  # noqa: F401 - before anything imports PEFT
 from bonsai_ft.adapter.attach import (
     TernaryLoraConfig,
     adapter_names,
