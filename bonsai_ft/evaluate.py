@@ -15,6 +15,7 @@ from bonsai_ft.data.batches import evaluation_batches
 from bonsai_ft.data.chat import Example, encode_rows
 from bonsai_ft.data.sources import read_rows
 from bonsai_ft.generate import pad_token_id
+from bonsai_ft.quantize.calibration import read_text
 from bonsai_ft.train.loss import check_head, mean_loss
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
@@ -64,13 +65,7 @@ def text_examples(
     file: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> list[Example]:
     """A plain text as sequences of `sequence_length` tokens, the last one shorter."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: not UTF-8 (byte {error.start}); save the file as UTF-8"
-        ) from error
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(read_text(file), add_special_tokens=False).input_ids
     examples = [
         Example(piece, [True] * len(piece), start // sequence_length + 1, str(file))
         for start in range(0, len(ids), sequence_length)

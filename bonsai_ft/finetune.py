@@ -4,7 +4,6 @@ The order of a run: base, rows, model with adapter, probes, training loop, probe
 """
 
 import dataclasses
-import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from bonsai_ft.config import (
 from bonsai_ft.data.batches import StepPlan
 from bonsai_ft.data.chat import Example, encode_rows, marked_sample
 from bonsai_ft.data.sources import Row, read_rows, split_rows, write_rows
+from bonsai_ft.evaluate import safe_exp
 from bonsai_ft.generate import answer, pad_token_id
 from bonsai_ft.model import load_model, load_tokenizer
 from bonsai_ft.ops import choose_kernel
@@ -401,8 +401,8 @@ def _summary(
         "model": config.model.name,
         "base_eval_loss": progress.base_eval_loss,
         "final_eval_loss": progress.final_eval_loss,
-        "base_perplexity": _exp(progress.base_eval_loss),
-        "final_perplexity": _exp(progress.final_eval_loss),
+        "base_perplexity": safe_exp(progress.base_eval_loss),
+        "final_perplexity": safe_exp(progress.final_eval_loss),
         "first_train_loss": progress.first_train_loss,
         "last_train_loss": progress.last_train_loss,
         "steps": progress.step,
@@ -413,10 +413,6 @@ def _summary(
         "peak_memory_bytes": peak_memory_bytes(device),
         "trainable_parameters": count,
     }
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _say_rows(console: Console, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:

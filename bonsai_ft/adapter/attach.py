@@ -25,10 +25,6 @@ _TO_FILE = [
     (re.compile(r"\.lora_([AB])\.weight$"), r".lora_\1"),
     (re.compile(r"\.lora_residual_codebook$"), ".residual_codebook"),
 ]
-_FROM_FILE = [
-    (re.compile(r"\.lora_([AB])$"), r".lora_\1.weight"),
-    (re.compile(r"\.residual_codebook$"), ".lora_residual_codebook"),
-]
 
 
 @dataclass
