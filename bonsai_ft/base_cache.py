@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from filelock import FileLock
@@ -40,6 +41,7 @@ def find_base(
         )
     source = locate(model.source)
     if source.endswith(".bonsai"):
+        _refuse_quantising(model)
         path = Path(source).expanduser()
         if not path.is_file():
             raise ValueError(f"model.source={model.source}: there is no such file")
@@ -69,7 +71,19 @@ def find_base(
             except BonsaiFormatError:
                 # a cache may be damaged by anything; what it was made from is still there
                 path.unlink()
-        return path, quantize(source, path, settings, progress=progress)
+        return path, quantize(model.source, path, settings, progress=progress)
+
+
+def _refuse_quantising(model: ModelConfig) -> None:
+    """A base that is packed already takes no settings for packing it."""
+    for field in fields(ModelConfig):
+        if field.name in ("name", "source", "expected_memory"):
+            continue
+        if (value := getattr(model, field.name)) != field.default:
+            raise ValueError(
+                f"model.{field.name}={value} has no effect: model.source={model.source} is "
+                "quantised already; leave it out, or quantise the float model again"
+            )
 
 
 def quantize_settings(model: ModelConfig) -> QuantizeSettings:
@@ -87,11 +101,19 @@ def quantize_settings(model: ModelConfig) -> QuantizeSettings:
 
 
 def _key(source: str, settings: QuantizeSettings) -> str:
+    """Depends on the weights' files, not on where they lie: another environment finds the base."""
     path = Path(source).expanduser()
-    stamp: list[object] = [source]
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    for file in files:
-        stat = file.stat()
-        stamp.append([file.name, stat.st_size, stat.st_mtime_ns])
-    record = json.dumps([QUANTIZER_VERSION, stamp, str(settings)])
+    stamp: list[object] = [[file.name, file.stat().st_size, _ends(file)] for file in files]
+    record = json.dumps([QUANTIZER_VERSION, stamp or source, str(settings)])
     return hashlib.sha256(record.encode()).hexdigest()[:12]
+
+
+def _ends(file: Path) -> str:
+    """Hash of a file's first and last MiB: headers with all tensor names, and some weights."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        digest.update(opened.read(1 << 20))
+        opened.seek(max(0, file.stat().st_size - (1 << 20)))
+        digest.update(opened.read())
+    return digest.hexdigest()

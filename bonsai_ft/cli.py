@@ -357,6 +357,8 @@ def evaluate(
             batch_size=batch_size,
             template=template,
         )
+        for note in result.notes:
+            sys.stderr.write(f"{note}\n")
         show(
             result,
             as_json,

@@ -93,6 +93,12 @@ def typed_config(composed: Any, typed: list[str]) -> TrainConfig:
     assert isinstance(config, TrainConfig), "train.yaml does not start with the schema"
     if config.resume is not None:
         config = _resumed(str(Path(config.resume).expanduser()), typed)
+    keys = {key_of(override) for override in typed}
+    if config.resume is None and "model.source" in keys and "model.name" not in keys:
+        # the chosen model's name and memory speak of its own source
+        name = Path(config.model.source.rstrip("/")).stem or "custom"
+        model = dataclasses.replace(config.model, name=name, expected_memory="")
+        config = dataclasses.replace(config, model=model)
     if config.run_dir is not None:
         config = dataclasses.replace(config, run_dir=str(Path(config.run_dir).expanduser()))
     return config

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bonsai_ft.data.batches import evaluation_batches
 from bonsai_ft.data.chat import Example, encode_rows
-from bonsai_ft.data.sources import read_rows
+from bonsai_ft.data.sources import count_rows, dropped_lines, read_rows
 from bonsai_ft.generate import pad_token_id
 from bonsai_ft.quantize.calibration import read_text
 from bonsai_ft.train.loss import check_head, mean_loss
@@ -23,12 +23,16 @@ TEXT_SUFFIXES = (".txt", ".md", ".text")
 
 @dataclass(frozen=True, kw_only=True)
 class TextLoss:
-    """`loss` in nats per target token over `tokens` targets in `rows` sequences or rows."""
+    """`loss` in nats per target token over `tokens` targets in `rows` sequences or rows.
+
+    `notes` say which rows were left out or cut, and why.
+    """
 
     loss: float
     perplexity: float
     tokens: int
     rows: int
+    notes: list[str]
 
 
 def evaluate_text(
@@ -47,18 +51,24 @@ def evaluate_text(
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"--text {path}: there is no such file")
+    notes: list[str] = []
     if file.suffix.lower() in TEXT_SUFFIXES:
         examples = text_examples(file, tokenizer, sequence_length)
     else:
-        rows, _ = read_rows(path)
-        examples, _ = encode_rows(
+        rows, read = read_rows(path)
+        examples, encoded = encode_rows(
             rows, tokenizer, sequence_length=sequence_length, chat_template=template
         )
+        notes = dropped_lines(read.dropped) + dropped_lines(encoded.dropped)
+        if encoded.answers_cut:
+            notes.append(f"{count_rows(len(encoded.answers_cut))} cut at {sequence_length} tokens")
     check_head(model, examples[0].input_ids[:16])
     loss, tokens = mean_loss(
         model, evaluation_batches(examples, batch_size, pad_token_id(tokenizer))
     )
-    return TextLoss(loss=loss, perplexity=safe_exp(loss), tokens=tokens, rows=len(examples))
+    return TextLoss(
+        loss=loss, perplexity=safe_exp(loss), tokens=tokens, rows=len(examples), notes=notes
+    )
 
 
 def text_examples(

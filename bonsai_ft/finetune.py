@@ -90,6 +90,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         # what is quick to find wrong is looked at before the base, which may take minutes to make
         recipe = load_recipe(config.recipe.name) if config.recipe.name else None
         read = read_data(config, recipe)
+        if not config.model.source.endswith(".bonsai"):
+            console.print(f"base: {config.model.source}, quantised once into the cache")
         with accelerator.main_process_first():
             base, made = find_base(config.model, config.cache_dir, _base_progress(console))
         if made is not None:
@@ -169,7 +171,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
             folder.adapter,
             provenance={"recipe": config.recipe.name, "steps": progress.step},
         )
-        missing = save_peft(model, folder.peft)
+        # with codebooks alone there is nothing that other tools could read
+        missing = save_peft(model, folder.peft) if config.adapter.lora else []
         after = _probe(model, tokenizer, probes, config, console)
         summary = {
             **_summary(progress, config, device, plan.total_bytes, count),
@@ -183,6 +186,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         if config.model.expected_memory:
             notes.append(f"memory expected for {config.model.name}: {config.model.expected_memory}")
         commands = next_commands(base, folder, config)
+        if progress.is_stopped:
+            commands.insert(0, f"python train.py resume={shlex.quote(str(folder.path))}")
         folder.write_summary(summary)
         folder.write_report(
             title=f"{config.recipe.name or 'own data'} on {config.model.name}",

@@ -206,7 +206,7 @@ def _find_shape(
     raise ValueError(
         f"{source}: no column {listed}; found: {', '.join(found) or 'none'}; expected: "
         f"{' and '.join(needed)}, or conversations, or messages; name other columns with "
-        f"data.columns={{{missing[0]}: THEIR_NAME}}"
+        f"data.columns={{{missing[0]}: THEIR_NAME}} when training"
     )
 
 

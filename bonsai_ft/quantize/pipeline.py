@@ -9,7 +9,9 @@ import importlib.metadata
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,21 @@ def fast_dtype() -> torch.dtype:
     """What blocks are run in: bf16 products are several times faster where they are built in."""
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
+
+
+@contextmanager
+def one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """A pool with a worker per thread of torch, in which every operation uses one thread.
+
+    A fit is made of many small operations; two fits side by side beat one that synchronises its
+    threads thousands of times, and do so on a busy machine above all.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Run:
@@ -402,39 +419,49 @@ class _Run:
                     pass
                 for handle in handles:
                     handle.remove()
-        for name, linear in linears.items():
-            weight = self._read(f"{name}.weight").float()
-            try:
-                packed, threshold, is_exact = self._fit(weight, fit.get(name))
-            except ValueError as error:
-                raise ValueError(f"{self.source.label}: layer {name}: {error}") from error
-            for suffix, tensor in packed.tensors().items():
-                writer.write(f"{name}.{suffix}", tensor)
-            decoded = packed.dequantize()
-            seen = fit.get(name)
-            judged = held_out.get(name)
-            self.reports.append(
-                LayerReport(
-                    name=name,
-                    shape=(linear.out_features, linear.in_features),
-                    bits_per_weight=packed.bits_per_weight,
-                    relative_mse=relative_mse(weight, decoded),
-                    output_error=None
-                    if judged is None
-                    else output_error(weight, decoded, judged.second_moment()),
-                    threshold=threshold,
-                    input_min=None if seen is None else seen.smallest,
-                    input_max=None if seen is None else seen.largest,
-                    is_exact=is_exact,
-                )
-            )
-            if inputs is not None:
-                linear.weight = nn.Parameter(decoded.to(self.compute_dtype), requires_grad=False)
-            self.progress(len(self.reports), len(self.linears), name)
+
+        def fitted(name: str) -> tuple[TernaryWeight, LayerReport]:
+            return self._fit_layer(name, fit.get(name), held_out.get(name))
+
+        with one_thread_each() as pool:
+            for name, (packed, report) in zip(linears, pool.map(fitted, linears), strict=True):
+                for suffix, tensor in packed.tensors().items():
+                    writer.write(f"{name}.{suffix}", tensor)
+                if inputs is not None:
+                    decoded = packed.dequantize().to(self.compute_dtype)
+                    linears[name].weight = nn.Parameter(decoded, requires_grad=False)
+                self.reports.append(report)
+                self.progress(len(self.reports), len(self.linears), name)
         if inputs is not None:
             if index + 1 < len(self.blocks):
                 inputs.advance(index, block)
             block.to("meta")
+
+    @torch.no_grad()
+    def _fit_layer(
+        self, name: str, seen: InputStatistics | None, judged: InputStatistics | None
+    ) -> tuple[TernaryWeight, LayerReport]:
+        """One layer's packed weight, and how well it stands for the float one."""
+        weight = self._read(f"{name}.weight").float()
+        try:
+            packed, threshold, is_exact = self._fit(weight, seen)
+        except ValueError as error:
+            raise ValueError(f"{self.source.label}: layer {name}: {error}") from error
+        decoded = packed.dequantize()
+        error_of_outputs = None
+        if judged is not None:
+            error_of_outputs = output_error(weight, decoded, judged.second_moment())
+        return packed, LayerReport(
+            name=name,
+            shape=(packed.out_features, packed.in_features),
+            bits_per_weight=packed.bits_per_weight,
+            relative_mse=relative_mse(weight, decoded),
+            output_error=error_of_outputs,
+            threshold=threshold,
+            input_min=None if seen is None else seen.smallest,
+            input_max=None if seen is None else seen.largest,
+            is_exact=is_exact,
+        )
 
     def _fit(
         self, weight: Tensor, seen: InputStatistics | None
