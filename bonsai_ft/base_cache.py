@@ -17,6 +17,7 @@ from bonsai_ft.config import ModelConfig
 from bonsai_ft.format import BonsaiFormatError, open_bonsai
 from bonsai_ft.quantize import QuantizeReport, QuantizeSettings, locate, quantize
 from bonsai_ft.quantize.pipeline import Progress
+from bonsai_ft.quantize.source import TOKENIZER_PATTERNS
 
 # Changes when the same settings give other bytes, so that an old cache is not taken for a new one.
 QUANTIZER_VERSION = 1
@@ -103,8 +104,15 @@ def quantize_settings(model: ModelConfig) -> QuantizeSettings:
 def _key(source: str, settings: QuantizeSettings) -> str:
     """Depends on the weights' files, not on where they lie: another environment finds the base."""
     path = Path(source).expanduser()
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    stamp: list[object] = [[file.name, file.stat().st_size, _ends(file)] for file in files]
+    files = [path]
+    if path.is_dir():
+        patterns = ("*.safetensors", *TOKENIZER_PATTERNS)
+        files = sorted({file for pattern in patterns for file in path.glob(pattern)})
+    if settings.calibration:
+        files.append(Path(settings.calibration).expanduser())
+    stamp: list[object] = [
+        [file.name, file.stat().st_size, _ends(file)] for file in files if file.is_file()
+    ]
     record = json.dumps([QUANTIZER_VERSION, stamp or source, str(settings)])
     return hashlib.sha256(record.encode()).hexdigest()[:12]
 

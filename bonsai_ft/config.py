@@ -4,8 +4,12 @@ YAML files in configs/ hold numbers and are merged onto these classes by Hydra; 
 line only these frozen dataclasses travel. Checks that need one section alone are made here.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
+
+# What an adapter file may hold at most.
+MOST_RANK = 1024
 
 
 class Device(str, Enum):
@@ -103,8 +107,10 @@ class AdapterConfig:
         _at_least("adapter.rank", self.rank, 1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"adapter.dropout={self.dropout}: give a number from 0 to below 1")
-        if not self.alpha > 0:
-            raise ValueError(f"adapter.alpha={self.alpha}: it must be above 0")
+        if self.rank > MOST_RANK:
+            raise ValueError(f"adapter.rank={self.rank}: it must be {MOST_RANK} or less")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"adapter.alpha={self.alpha}: it must be above 0, and finite")
         if not self.lora and not self.codebooks:
             raise ValueError(
                 "adapter.lora and adapter.codebooks are both false: nothing would train"
@@ -153,10 +159,12 @@ class TrainSection:
             if (value := getattr(self, name)) is not None:
                 _at_least(f"train.{name}", value, 1)
         for name in ("learning_rate", "codebook_learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"train.{name}={getattr(self, name)}: it must be above 0")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"train.weight_decay={self.weight_decay}: it must be 0 or more")
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"train.{name}={value}: it must be above 0, and finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(
+                f"train.weight_decay={self.weight_decay}: it must be 0 or more, and finite"
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"train.seed={self.seed}: give a whole number from 0, below 2**32")
         if not 0 <= self.warmup_ratio < 1:
@@ -178,6 +186,8 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         if self.threads is not None:
             _at_least("hardware.threads", self.threads, 1)
+            if self.threads > 1024:
+                raise ValueError(f"hardware.threads={self.threads}: it must be 1024 or less")
 
 
 @dataclass(frozen=True, kw_only=True)

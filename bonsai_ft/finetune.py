@@ -182,7 +182,10 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
             "report": str(folder.report),
             "environment": environment(),
         }
-        notes = [*rows.lines, *(f"peft/ is without {text}" for text in missing)]
+        lacks = [f"{folder.peft} is without {text}" for text in missing]
+        if not config.adapter.lora:
+            lacks.append("no peft folder was written: LoRA did not train")
+        notes = [*rows.lines, *lacks]
         if config.model.expected_memory:
             notes.append(f"memory expected for {config.model.name}: {config.model.expected_memory}")
         commands = next_commands(base, folder, config)
@@ -198,8 +201,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
             commands=commands,
         )
         _say_result(console, progress, summary, list(zip(probes, before, after, strict=True)))
-        for text in missing:
-            console.print(f"note: {folder.peft} is without {text}")
+        for text in lacks:
+            console.print(f"note: {text}")
         console.print("next:\n" + "\n".join(f"  {command}" for command in commands))
         accelerator.wait_for_everyone()
         return {**summary, "is_stopped": progress.is_stopped}

@@ -13,6 +13,7 @@ from transformers.generation.streamers import TextStreamer
 
 from bonsai_ft.data.chat import encode_prompt, stop_token_ids
 from bonsai_ft.data.sources import Message
+from bonsai_ft.model import TernaryLinear
 
 # 2 Mi signs: below it one thread decodes a layer in less than a millisecond.
 SMALL_LAYER_BYTES = 1 << 19
@@ -80,7 +81,8 @@ def answer(
         "top_p": None,
         "top_k": None,
     }
-    if temperature > 0:
+    # below this, dividing by it overflows, and the likeliest token wins anyway
+    if temperature > 1e-4:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     streamer = _Stream(tokenizer, show) if show is not None and len(prompts) == 1 else None
     was_training = model.training
@@ -110,8 +112,8 @@ def _few_threads(model: PreTrainedModel) -> Iterator[None]:
     There a parallel region costs more than it saves, and far more on a busy machine.
     """
     threads = torch.get_num_threads()
-    largest = max((p.numel() for p in model.get_decoder().layers.parameters()), default=0)
-    if model.device.type == "cpu" and largest < SMALL_LAYER_BYTES:
+    sizes = [m.ternary.numel() for m in model.modules() if isinstance(m, TernaryLinear)]
+    if model.device.type == "cpu" and sizes and max(sizes) < SMALL_LAYER_BYTES:
         torch.set_num_threads(1)
     try:
         yield

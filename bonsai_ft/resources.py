@@ -33,5 +33,24 @@ def load_recipe(name: str) -> ModuleType:
     assert spec is not None, f"{path} is not a Python file"
     assert spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"recipe.name={name}: {path} cannot be run: {type(error).__name__}: {error}"
+        ) from error
+    _check_halves(name, module)
     return module
+
+
+def _check_halves(name: str, module: ModuleType) -> None:
+    """ValueError for a recipe whose parts are not what a run can use, before anything is made."""
+    probes = getattr(module, "PROBES", [])
+    if not isinstance(probes, list) or not all(isinstance(probe, str) for probe in probes):
+        raise ValueError(f"recipe.name={name}: PROBES must be a list of questions (strings)")
+    if not isinstance(getattr(module, "DATASET", ""), str):
+        raise ValueError(f"recipe.name={name}: DATASET must be a path or a hub id (a string)")
+    if not callable(getattr(module, "conversation", _check_halves)):
+        raise ValueError(f"recipe.name={name}: conversation must be a function of one row")

@@ -933,3 +933,37 @@ def test_the_layer_is_found_by_its_device(load):
     layer = model.model.layers[0].self_attn.q_proj
     assert isinstance(layer, TernaryLinear)
     assert layer.qweight is layer.ternary
+
+
+def moved(model, name="default"):
+    """The adapter's tensors set to something that matters."""
+    with torch.no_grad():
+        for key, value in adapter_state(model, name).items():
+            value.add_(torch.randn_like(value) * 0.05, alpha=1.0 if "lora" in key else 10.0)
+
+
+def test_an_adapter_saved_from_a_peft_model_loads_to_bit_equal_logits(tiny_base, tokens, tmp_path):
+    path = tiny_base("llama")
+    wrapped = peft.get_peft_model(
+        bonsai_ft.load_model(path), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    moved(wrapped.get_base_model())
+    wrapped.eval()
+    bonsai_ft.save_adapter(wrapped, tmp_path / "a.bonsai")
+    fresh = bonsai_ft.load_model(path)
+    bonsai_ft.load_adapter(fresh, tmp_path / "a.bonsai")
+    with torch.no_grad():
+        assert torch.equal(fresh(tokens).logits, wrapped(tokens).logits)
+
+
+def test_an_adapter_combined_alone_at_weight_one_is_that_adapter(tiny_base, tokens):
+    wrapped = peft.get_peft_model(
+        bonsai_ft.load_model(tiny_base("llama")), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    moved(wrapped.get_base_model())
+    wrapped.eval()
+    with torch.no_grad():
+        expected = wrapped(tokens).logits
+        wrapped.add_weighted_adapter(["default"], [1.0], "again", combination_type="linear")
+        wrapped.set_adapter("again")
+        assert_close(wrapped(tokens).logits, expected, what="logits")

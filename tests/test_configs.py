@@ -79,6 +79,10 @@ def test_command_line_beats_recipe():
     [
         ("train.total_steps=0", "train.total_steps"),
         ("adapter.rank=0", "adapter.rank"),
+        ("adapter.rank=100000000000", "adapter.rank"),
+        ("adapter.alpha=inf", "adapter.alpha"),
+        ("train.learning_rate=inf", "train.learning_rate"),
+        ("hardware.threads=100000000000", "hardware.threads"),
         ("adapter.dropout=1", "adapter.dropout"),
         ("train.learning_rate=-1", "train.learning_rate"),
         ("data.held_out_fraction=1", "data.held_out_fraction"),
@@ -105,6 +109,22 @@ def test_setting_keys_cover_the_schema():
 def test_an_unknown_recipe_lists_the_known_ones():
     with pytest.raises(ValueError, match="alpaca_cn"):
         load_recipe("alpaka")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("PROBES = [1]", "PROBES"),
+        ("DATASET = 3", "DATASET"),
+        ("conversation = 5", "conversation"),
+        ("import there_is_no_such_module", "cannot be run"),
+    ],
+)
+def test_a_recipe_with_a_wrong_part_is_refused_when_it_is_read(tmp_path, text, what):
+    file = tmp_path / "mine.py"
+    file.write_text(text + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=what):
+        load_recipe(str(file))
 
 
 def test_a_recipe_may_be_a_path(tmp_path):

@@ -1,6 +1,7 @@
 """Does a config become a run folder that says what happened and can be repeated?"""
 
 import json
+from pathlib import Path
 import math
 import sys
 from dataclasses import replace
@@ -384,7 +385,8 @@ def test_codebooks_alone_leave_lora_at_zero(config, tmp_path, capsys):
     assert codebooks
     assert all(not v.any() for n, v in values.items() if n.endswith(".lora_B"))
     assert summary["trainable_parameters"] == sum(v.numel() for v in codebooks.values())
-    assert "peft is without the trained codebooks" in capsys.readouterr().err
+    assert "no peft folder" in capsys.readouterr().err
+    assert not (Path(summary["adapter"]).parent / "peft").exists()
     assert summary["final_eval_loss"] < summary["base_eval_loss"]
     assert summary["final_eval_loss"] == pytest.approx(
         evaluated(settings, tmp_path, summary["adapter"]), rel=1e-6

@@ -50,6 +50,13 @@ def attach(model: nn.Module, config: LoraConfig, name: str = "default") -> None:
         # several adapters on one model are meant
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         inject_adapter_in_model(config, model, adapter_name=name)
+        if fused := list(getattr(config, "target_parameters", None) or []):
+            # PEFT rewrites names that it takes for those of separate experts
+            raise ValueError(
+                "adapter.target_modules: PEFT maps these names onto fused expert weights, which an "
+                f"adapter file cannot carry ({', '.join(sorted(fused))}); name "
+                "attention layers only"
+            )
         # layers that are not ternary come in the model's dtype; masters are float32
         cast_adapter_dtype(model, name)
         set_trained_adapter(model, [name], inference_mode=config.inference_mode)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,6 +55,7 @@ def save_adapter(
     dtype: the values the forward pass used, so a reloaded adapter gives the same logits bit for
     bit. Raises ValueError for a name that is not attached.
     """
+    model = _without_peft(model)
     info = base_info(model)
     config = lora_config(model, name)
     kept = {key: _plain(getattr(config, key)) for key in _KEPT}
@@ -132,6 +134,7 @@ def save_peft(model: torch.nn.Module, folder: str | Path, name: str = "default")
     """Writes the LoRA part as PEFT files; returns what other tools will be missing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    model = _without_peft(model)
     config = lora_config(model, name)
     source = base_info(model).config.get("provenance", {}).get("source", "")
     record = {
@@ -151,6 +154,11 @@ def save_peft(model: torch.nn.Module, folder: str | Path, name: str = "default")
     if config.modules_to_save:
         missing.append(f"the trained modules {', '.join(sorted(config.modules_to_save))}")
     return missing
+
+
+def _without_peft(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a `PeftModel`: names in our files start at it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _used_dtype(model: torch.nn.Module, key: str, value: Tensor) -> torch.dtype:

@@ -202,6 +202,20 @@ class TernaryLoraModel(LoraModel):
             return TernaryLora(target, adapter_name, config=lora_config, **kwargs)
         return LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
 
+    def add_weighted_adapter(self, adapters, weights, adapter_name, *args, **kwargs) -> None:
+        """PEFT combines the LoRA matrices; codebooks add their weighted changes."""
+        super().add_weighted_adapter(adapters, weights, adapter_name, *args, **kwargs)
+        for module in self.model.modules():
+            if not isinstance(module, TernaryLora):
+                continue
+            own = module.lora_residual_codebook
+            if adapter_name not in own:
+                continue
+            base = module.ternary_layer.residual_codebook
+            pairs = [(n, w) for n, w in zip(adapters, weights, strict=True) if n in own]
+            with torch.no_grad():
+                own[adapter_name].copy_(base + sum(w * (own[n] - base) for n, w in pairs))
+
     def inject_adapter(self, model, adapter_name, *args, **kwargs) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         config = cast(LoraConfig, self.peft_config[adapter_name])

@@ -257,14 +257,20 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
 def _render(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Message], prompt: bool
 ) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            _plain(messages),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=prompt,
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                _plain(messages),
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
         )
-    )
+    except jinja2.TemplateError:
+        raise
+    except Exception as error:
+        # a template is a program, and fails as programs do: 1/0, a list + 1, a huge range
+        raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _mark_row(chat: _Chat, row: Row) -> _Marked:
@@ -307,6 +313,8 @@ def _mark_by_prefix(
 def _mark_by_template(
     chat: _Chat, messages: Sequence[Message], answers: Sequence[int]
 ) -> tuple[str, list[Span]]:
+    # first, because it says clearly what is wrong with a template
+    text = chat.render(messages, prompt=False)
     encoding: Any = chat.tokenizer.apply_chat_template(
         _plain(messages),
         chat_template=chat.template,
@@ -318,7 +326,7 @@ def _mark_by_template(
     places = encoding["offset_mapping"]
     runs = _runs([bool(value) for value in encoding["assistant_masks"]])
     spans = [(places[start][0], places[end - 1][1]) for start, end in runs]
-    return chat.render(messages, prompt=False), spans
+    return text, spans
 
 
 def _end_at_stops(chat: _Chat, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:

@@ -6,7 +6,8 @@ checkpoint whose tensor names transformers has to translate, are loaded whole by
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def open_source(source: str) -> Source:
     return _open_folder(path, source)
 
 
+@contextmanager
+def _usable(label: str, what: str) -> Iterator[None]:
+    """Whatever transformers says about a damaged file, as one ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise ValueError(
+            f"{label}: {what} cannot be used: {type(error).__name__}: {reason}"
+        ) from error
+
+
 def _download(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -130,7 +143,8 @@ def _open_folder(folder: Path, label: str) -> Source:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{label}: there is no config.json; this is not a transformers model")
     # without the argument, transformers would ask on the terminal whether to run a model's own code
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with _usable(label, "config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method", "unknown")
         raise ValueError(
@@ -159,7 +173,8 @@ def _open_folder(folder: Path, label: str) -> Source:
         with safe_open(shard, "pt") as opened:
             return opened.get_tensor(stored)
 
-    empty = build_empty(config, torch.float32)
+    with _usable(label, "config.json"):
+        empty = build_empty(config, torch.float32)
     wanted = set(empty.state_dict()) - set(empty.all_tied_weights_keys)
     read: Callable[[str], Tensor]
     if is_streamed := wanted <= set(where):
@@ -207,8 +222,9 @@ def _folder_files(folder: Path) -> tuple[dict[str, bytes], PreTrainedTokenizerBa
     files: dict[str, bytes] = {}
     tokenizer = None
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        files = _tokenizer_files(tokenizer)
+        with _usable(str(folder), "the tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            files = _tokenizer_files(tokenizer)
     generation = folder / "generation_config.json"
     if generation.is_file():
         files["generation_config.json"] = generation.read_bytes()
