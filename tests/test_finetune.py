@@ -1,10 +1,10 @@
 """Does a config become a run folder that says what happened and can be repeated?"""
 
 import json
-from pathlib import Path
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
