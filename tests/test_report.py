@@ -469,7 +469,11 @@ def test_time_left_ignores_the_slow_first_step_and_the_steps_of_the_run_resumed(
     ]
 
 
-def test_a_terminal_gets_one_live_line_and_messages_above_it() -> None:
+def test_a_terminal_gets_one_live_line_and_messages_above_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # a dumb terminal, which a test runner may be, gets plain lines
+    monkeypatch.setenv("TERM", "xterm-256color")
     file = Terminal()
     with Console(file=file) as console:
         console.print("loading [model]")
