@@ -60,6 +60,8 @@ ModelFile = Annotated[str, typer.Argument(metavar="MODEL", help="A .bonsai model
 AdapterFile = Annotated[
     str | None, typer.Option("--adapter", metavar="FILE", help="A .bonsai adapter for this model.")
 ]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest, up to this mass.")]
 Template = Annotated[
     str | None,
     typer.Option(
@@ -379,12 +381,8 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token each time.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest, up to this mass.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(help="For the same samples again.")] = None,
     template: Template = None,
     as_json: AsJson = False,
@@ -448,12 +446,8 @@ def chat(
     adapter: AdapterFile = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token each time.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest, up to this mass.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     template: Template = None,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends.
