@@ -6,7 +6,6 @@ while others wait.
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -18,14 +17,10 @@ from bonsai_ft.format import BonsaiFormatError, open_bonsai
 from bonsai_ft.quantize import QuantizeReport, QuantizeSettings, locate, quantize
 from bonsai_ft.quantize.pipeline import Progress
 from bonsai_ft.quantize.source import TOKENIZER_PATTERNS
+from bonsai_ft.resources import cache_folder
 
 # Changes when the same settings give other bytes, so that an old cache is not taken for a new one.
 QUANTIZER_VERSION = 1
-
-
-def cache_folder(chosen: str | None) -> Path:
-    folder = chosen or os.environ.get("BONSAI_FT_CACHE") or "~/.cache/bonsai_ft"
-    return Path(folder).expanduser()
 
 
 def find_base(

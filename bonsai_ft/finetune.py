@@ -78,7 +78,7 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
     dtype = choose_dtype(config.hardware, device)
-    choose_kernel(config.kernel)
+    choose_kernel(config.kernel, device)
     check_tracker(config.logger)
     if config.run_dir and not config.resume:
         check_unused(Path(config.run_dir))
@@ -112,7 +112,13 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         section = dataclasses.replace(config.train, total_steps=total_steps, cpu_steps=None)
         config = dataclasses.replace(config, train=section)
 
-        model = load_model(base, dtype=dtype, device_map=str(accelerator.device), verify=False)
+        model = load_model(
+            base,
+            dtype=dtype,
+            device_map=str(accelerator.device),
+            verify=False,
+            kernel=config.kernel,
+        )
         check_head(model, rows.train[0].input_ids[:16])
         torch.manual_seed(config.train.seed)
         attach(model, adapter_config(config, model))

@@ -1,9 +1,10 @@
-"""Where are the files that are not Python packages: configs/, recipes/ and kernels/?
+"""Where are the files that are not Python packages: configs/, recipes/, kernels/ and the cache?
 
-In a wheel they lie inside the package, in a checkout beside it.
+In a wheel the first three lie inside the package, in a checkout beside it.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,12 @@ def resource(name: str) -> Path:
     raise FileNotFoundError(
         f"{name!r} is neither in {PACKAGE} nor in {PACKAGE.parent}; reinstall bonsai-ft"
     )
+
+
+def cache_folder(chosen: str | None = None) -> Path:
+    """What may be made again lies here: `chosen`, `$BONSAI_FT_CACHE` or `~/.cache/bonsai_ft`."""
+    folder = chosen or os.environ.get("BONSAI_FT_CACHE") or "~/.cache/bonsai_ft"
+    return Path(folder).expanduser()
 
 
 def load_recipe(name: str) -> ModuleType:

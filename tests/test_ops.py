@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bonsai_ft.format import Residual, TernaryWeight, num_groups, pack_codes, pack_signs
 from bonsai_ft.ops import (
-    AVAILABLE,
     KERNELS,
     choose_kernel,
     reference,
@@ -368,9 +367,10 @@ def test_a_small_residual_survives_bfloat16():
 
 
 def test_a_known_kernel_is_chosen_and_an_unknown_one_is_refused():
-    assert choose_kernel("auto") == choose_kernel("reference") == "reference"
+    assert choose_kernel("reference") == "reference"
+    assert choose_kernel("auto", "cpu") in ("cpu", "reference")
+    assert choose_kernel("auto", "mps") == "reference"
     with pytest.raises(ValueError, match=r"kernel=fast is not known.*auto"):
         choose_kernel("fast")
-    for name in set(KERNELS) - set(AVAILABLE):
-        with pytest.raises(ValueError, match=f"kernel={name} has no implementation"):
-            choose_kernel(name)
+    with pytest.raises(ValueError, match="kernel=cuda was asked for, but the model is on cpu"):
+        choose_kernel("cuda", "cpu")

@@ -32,6 +32,7 @@ class TernaryLinear(nn.Module):
 
     `ternary`, `scale`, `codes`, `residual_mu`, `residual_sigma` are stored bits and keep their
     dtype whatever `.to()` asks; `residual_codebook` is the float32 master of the stored codebook.
+    `kernel` names the implementation (`bonsai_ft.ops.choose_kernel`).
     """
 
     residual_mu: Tensor
@@ -42,6 +43,7 @@ class TernaryLinear(nn.Module):
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.packing = weight.packing
+        self.kernel = "auto"
         self.ternary = _frozen(weight.ternary)
         self.scale = _frozen(weight.scale)
         if weight.residual is None:
@@ -88,6 +90,7 @@ class TernaryLinear(nn.Module):
             self.codewords(codebook),
             self.in_features,
             self.packing,
+            self.kernel,
         )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

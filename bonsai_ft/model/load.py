@@ -25,6 +25,7 @@ from transformers import (
 
 from bonsai_ft.format import BonsaiFile, BonsaiFormatError, open_bonsai, write_bonsai
 from bonsai_ft.model.linear import TernaryLinear
+from bonsai_ft.ops import check_kernel, choose_kernel
 from bonsai_ft.quantize.architecture import build_empty, config_from_dict
 
 # Keys of model configs that say how often a module is repeated, and those that are a dimension.
@@ -48,16 +49,19 @@ def load_model(
     device_map: str | dict[str, Any] | None = "auto",
     dtype: torch.dtype | str = "auto",
     verify: bool = True,
+    kernel: str = "auto",
 ) -> PreTrainedModel:
     """A transformers model on packed weights, from a `.bonsai` file of kind "model".
 
     `device_map`: "auto" (a GPU if there is one and the model fits, spread by Accelerate if it does
     not), a device such as "cpu" or "cuda:0", or an Accelerate map. `dtype` is that of activations
     and unquantised tensors, also by name ("bfloat16"); "auto" keeps the file's. `verify` checks
-    every checksum.
+    every checksum. `kernel` chooses who computes packed layers: "auto", "reference", "cpu", "cuda".
 
-    Raises BonsaiFormatError for a file that is damaged or does not fit its own config.
+    Raises BonsaiFormatError for a file that is damaged or does not fit its own config, ValueError
+    for a kernel that is unknown or cannot be had.
     """
+    check_kernel(kernel)
     with open_bonsai(path, verify=verify) as file:
         if file.kind != "model":
             raise BonsaiFormatError(
@@ -73,7 +77,7 @@ def load_model(
         )
     model.bonsai = info  # type: ignore[assignment]
     model.generation_config = _generation_config(model, info)
-    return _place(model, device_map)
+    return _choose_kernels(_place(model, device_map), kernel)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -116,6 +120,15 @@ def save_model(model: PreTrainedModel, path: str | Path) -> str:
     write_bonsai(path, kind="model", config=config, tensors=tensors)
     with open_bonsai(path, verify=False) as file:
         return file.fingerprint
+
+
+def _choose_kernels(model: PreTrainedModel, kernel: str) -> PreTrainedModel:
+    """What runs is decided here, once, so that it is known (and refused) before the first token."""
+    for module in model.modules():
+        if isinstance(module, TernaryLinear):
+            choose_kernel(kernel, module.ternary.device.type)
+            module.kernel = kernel
+    return model
 
 
 def base_info(model: nn.Module) -> BaseInfo:

@@ -1,31 +1,105 @@
 """How is y = x W^T computed on packed weights, and which implementation does it?
 
 One operator, `bonsai::ternary_linear`, declared through torch.library with a shape-only version and
-its gradients; implementations register behind it. The formulas are in `reference.py`.
+its gradients; implementations stand behind it, each a module with the two functions of
+`reference.py`, where the formulas are. `kernel="auto"` takes the fastest one that works on the
+tensors' device; a kernel asked for by name works or raises.
 """
+
+import importlib
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from bonsai_ft.ops import reference
+from bonsai_ft.ops.cpu_build import KernelUnavailable
 
 KERNELS = ("auto", "reference", "cpu", "cuda")
-AVAILABLE = ("auto", "reference")
+COMPILED = ("cpu", "cuda")
+_MODULES = {"reference": "reference", "cpu": "cpu_kernels", "cuda": "cuda_kernels"}
+# What the compiled kernels compute in; float64 is the reference's.
+COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_log = logging.getLogger(__name__)
 
 
-def choose_kernel(name: str) -> str:
-    """The implementation that will run for `kernel=<name>`.
+@dataclass(frozen=True, kw_only=True)
+class KernelReport:
+    """One implementation on this machine: if not available, `reason` says why."""
 
-    Raises ValueError for a name that is unknown or has no implementation in this version.
-    """
+    name: str
+    is_available: bool
+    reason: str = ""
+    detail: str = ""
+
+
+def available_kernels() -> list[KernelReport]:
+    """Every implementation, tried out (the CPU's is compiled if it was not before)."""
+    reports = [
+        KernelReport(name="reference", is_available=True, detail="plain torch, any device"),
+    ]
+    for name in COMPILED:
+        try:
+            detail = _module(name).describe()
+        except KernelUnavailable as error:
+            reports.append(KernelReport(name=name, is_available=False, reason=str(error)))
+        else:
+            reports.append(KernelReport(name=name, is_available=True, detail=detail))
+    return reports
+
+
+def check_kernel(name: str) -> None:
+    """ValueError for a name that is not one of KERNELS."""
     if name not in KERNELS:
         raise ValueError(f"kernel={name} is not known; choose one of {', '.join(KERNELS)}")
-    if name not in AVAILABLE:
+
+
+@lru_cache(maxsize=32)
+def choose_kernel(name: str, device: str = "cpu") -> str:
+    """The implementation that will run for `kernel=<name>` on a kind of device ("cpu", "cuda").
+
+    "auto" falls back on the reference and says once why. Raises ValueError for a name that is
+    unknown, or that cannot be had on this machine or for this kind of device.
+    """
+    check_kernel(name)
+    if name == "reference" or device == "meta":
+        return "reference"
+    if name != "auto" and name != device:
         raise ValueError(
-            f"kernel={name} has no implementation in this version of bonsai-ft; "
-            f"choose one of {', '.join(AVAILABLE)}"
+            f"kernel={name} was asked for, but the model is on {device}; use kernel=auto"
         )
-    return "reference"
+    if device not in COMPILED:
+        _log.info("kernel: reference (there is none of our own for %s)", device)
+        return "reference"
+    try:
+        detail = _module(device).describe()
+    except KernelUnavailable as error:
+        if name != "auto":
+            raise ValueError(f"kernel={name} cannot be used: {error}") from error
+        _log.warning("kernel: reference, slower than kernel=%s, because %s", device, error)
+        return "reference"
+    _log.info("kernel: %s (%s)", device, detail)
+    return device
+
+
+def _implementation(kernel: str, x: Tensor) -> ModuleType:
+    if x.dtype not in COMPILED_DTYPES:
+        if kernel in ("cpu", "cuda"):
+            raise ValueError(
+                f"kernel={kernel} computes in float32, bfloat16 and float16, not "
+                f"{str(x.dtype).removeprefix('torch.')}; use kernel=reference"
+            )
+        return reference
+    return _module(choose_kernel(kernel, x.device.type))
+
+
+@lru_cache(maxsize=8)
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"bonsai_ft.ops.{_MODULES[name]}")
 
 
 @torch.library.custom_op("bonsai::ternary_linear", mutates_args=())
@@ -37,13 +111,15 @@ def ternary_linear(
     codewords: Tensor | None,
     in_features: int,
     packing: str,
+    kernel: str = "auto",
 ) -> Tensor:
     """y = x (S*T + R)^T for x [..., in], in the dtype of x; R comes from `codes` and `codewords`.
 
     ternary u8 [out, bytes], scale f16 [out, G] or [out, 1], codes u8 [out, bytes],
     codewords [G, K, d] = mu + sigma * codebook. Differentiable in x and codewords.
     """
-    return reference.forward(x, ternary, scale, codes, codewords, in_features, packing)
+    forward = _implementation(kernel, x).forward
+    return forward(x, ternary, scale, codes, codewords, in_features, packing)
 
 
 @ternary_linear.register_fake
@@ -55,6 +131,7 @@ def _(
     codewords: Tensor | None,
     in_features: int,
     packing: str,
+    kernel: str = "auto",
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], ternary.shape[0])
 
@@ -71,9 +148,11 @@ def ternary_linear_backward(
     packing: str,
     need_dx: bool,
     need_dcodewords: bool,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `ternary_linear` for x and for the codewords (empty where not needed)."""
-    return reference.backward(
+    backward = _implementation(kernel, x).backward
+    return backward(
         dy, x, ternary, scale, codes, codewords, in_features, packing, need_dx, need_dcodewords
     )
 
@@ -90,6 +169,7 @@ def _(
     packing: str,
     need_dx: bool,
     need_dcodewords: bool,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     if need_dcodewords and codewords is not None:
@@ -100,9 +180,9 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, ternary, scale, codes, codewords, in_features, packing = inputs
+    x, ternary, scale, codes, codewords, in_features, packing, kernel = inputs
     ctx.save_for_backward(x, ternary, scale, codes, codewords)
-    ctx.in_features, ctx.packing = in_features, packing
+    ctx.in_features, ctx.packing, ctx.kernel = in_features, packing, kernel
 
 
 def _backward(ctx, dy):
@@ -120,6 +200,7 @@ def _backward(ctx, dy):
         ctx.packing,
         need_dx,
         need_dcodewords,
+        ctx.kernel,
     )
     return (
         dx if need_dx else None,
@@ -127,6 +208,7 @@ def _backward(ctx, dy):
         None,
         None,
         dcodewords if need_dcodewords else None,
+        None,
         None,
         None,
     )

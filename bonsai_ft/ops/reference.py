@@ -74,7 +74,7 @@ def residual(codes: Tensor, codewords: Tensor, in_features: int) -> Tensor:
     return rows.flatten(1)[:, :in_features]
 
 
-def _subvectors(x: Tensor, dim: int) -> Tensor:
+def subvectors(x: Tensor, dim: int) -> Tensor:
     """[M, I] -> [S, M, d]; a short last sub-vector is padded with zeros."""
     short = -x.shape[1] % dim
     if short:
@@ -104,7 +104,7 @@ def forward(
     elif is_one_hot_cheaper(codewords):
         k, dim = codewords.shape[1:]
         table = subvector_codewords(codewords.to(x.dtype), in_features)
-        products = torch.bmm(_subvectors(x2, dim), table.transpose(1, 2))  # [S, M, K]
+        products = torch.bmm(subvectors(x2, dim), table.transpose(1, 2))  # [S, M, K]
         z = one_hot(codes, table.shape[0], k, x.dtype)
         # R's small term is rounded first and by itself: added to a y already rounded to bf16, most
         # of it would fall below half a step
@@ -132,7 +132,7 @@ def backward(
     if codes is None or codewords is None:
         if need_dx:
             dx = dy2 @ scaled_signs(ternary, scale, in_features, packing, dy.dtype)
-        return _shaped(dx, x, need_dx), dcodewords
+        return shaped(dx, x, need_dx), dcodewords
 
     groups, k, dim = codewords.shape
     x2 = x.reshape(-1, in_features)
@@ -141,8 +141,8 @@ def backward(
             weight = scaled_signs(ternary, scale, in_features, packing, dy.dtype)
             dx = dy2 @ _dense(weight, codes, codewords, in_features)
         if need_dcodewords:
-            dcodewords = _codeword_gradient_by_blocks(dy2, x2, codes, codewords, in_features)
-        return _shaped(dx, x, need_dx), dcodewords
+            dcodewords = codeword_gradient_by_blocks(dy2, x2, codes, codewords, in_features)
+        return shaped(dx, x, need_dx), dcodewords
 
     table = subvector_codewords(codewords.to(dy.dtype), in_features)
     z = one_hot(codes, table.shape[0], k, dy.dtype)
@@ -152,12 +152,12 @@ def backward(
         weight = scaled_signs(ternary, scale, in_features, packing, dy.dtype)
         dx = torch.addmm(of_residual, dy2, weight)
     if need_dcodewords:
-        per_subvector = torch.bmm(sums.transpose(1, 2), _subvectors(x2, dim))  # [S, K, d]
-        dcodewords = _sum_by_group(per_subvector.to(codewords.dtype), groups)
-    return _shaped(dx, x, need_dx), dcodewords
+        per_subvector = torch.bmm(sums.transpose(1, 2), subvectors(x2, dim))  # [S, K, d]
+        dcodewords = sum_by_group(per_subvector.to(codewords.dtype), groups)
+    return shaped(dx, x, need_dx), dcodewords
 
 
-def _shaped(dx: Tensor, x: Tensor, is_needed: bool) -> Tensor:
+def shaped(dx: Tensor, x: Tensor, is_needed: bool) -> Tensor:
     return dx.view(x.shape) if is_needed else dx
 
 
@@ -166,7 +166,7 @@ def _dense(weight: Tensor, codes: Tensor, codewords: Tensor, in_features: int) -
     return (weight.to(codewords.dtype) + residual(codes, codewords, in_features)).to(weight.dtype)
 
 
-def _sum_by_group(per_subvector: Tensor, groups: int) -> Tensor:
+def sum_by_group(per_subvector: Tensor, groups: int) -> Tensor:
     """[S, K, d] -> [G, K, d]."""
     count, k, dim = per_subvector.shape
     per_group = GROUP // dim
@@ -178,7 +178,7 @@ def _sum_by_group(per_subvector: Tensor, groups: int) -> Tensor:
     return per_subvector.view(groups, per_group, k, dim).sum(1)
 
 
-def _codeword_gradient_by_blocks(
+def codeword_gradient_by_blocks(
     dy: Tensor, x: Tensor, codes: Tensor, codewords: Tensor, in_features: int
 ) -> Tensor:
     groups, k, dim = codewords.shape
@@ -187,7 +187,7 @@ def _codeword_gradient_by_blocks(
     per_group = GROUP // dim
     for g in range(groups):
         block = dy.T @ x[:, g * GROUP : (g + 1) * GROUP]  # [O, at most 128]
-        parts = _subvectors(block, dim).to(codewords.dtype)  # [S of this group, O, d]
+        parts = subvectors(block, dim).to(codewords.dtype)  # [S of this group, O, d]
         for s, part in enumerate(parts):
             gradient[g].index_add_(0, indices[:, g * per_group + s], part)
     return gradient

@@ -1,0 +1,38 @@
+// The few-token product as parts that one parallel region can call: prepare, barrier, rows.
+#pragma once
+
+#include "ternary.h"
+
+const Isa& current_isa();
+
+size_t few_workspace(const Isa& isa, const Layer& layer, int64_t tokens, Dtype dtype, int threads);
+
+// y = x W^T for `tokens` rows of x on `threads` threads; `workspace` holds `bytes` bytes.
+struct Few {
+  Few(const Isa& isa, const Layer& layer, int64_t tokens, Dtype dtype, int threads,
+      void* workspace);
+
+  // this thread's share of what depends on x alone; a barrier must follow
+  void prepare(const void* x, int64_t x_stride, int thread, int threads);
+  // one token, given in float32
+  void prepare_token(const float* row, int64_t m);
+  // this thread's share of the rows
+  void rows(void* y, int64_t y_stride, int thread, int threads);
+  // out[r * tokens + m] of `count` <= kRows rows
+  void block_rows(int64_t row, int count, int thread, float* out);
+
+  const Isa& isa;
+  const Layer& layer;
+  int64_t tokens;
+  Dtype dtype;
+  int planes;
+  size_t bytes;
+
+  void* prepared;
+  const void** pointers;
+  float* table;      // P, [tokens][S K]
+  float* values;     // x in float32
+  float* sums;
+  uint8_t* codes;    // base-3 rows as 2-bit codes
+  size_t prepared_stride, table_stride, values_stride, sums_stride, codes_stride;
+};

@@ -1,0 +1,2 @@
+#include "ternary.h"
+extern "C" const Isa* bonsai_isa_neon() { return nullptr; }
