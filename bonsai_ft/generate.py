@@ -1,5 +1,6 @@
 """What does a model answer? Streaming generation for a prompt, or several prompts at once."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -8,12 +9,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.streamers import TextStreamer
 
 from bonsai_ft.data.chat import encode_prompt, stop_token_ids
 from bonsai_ft.data.sources import Message
+from bonsai_ft.decode import Decoding, start_decoding
 from bonsai_ft.model import TernaryLinear
+
+_log = logging.getLogger(__name__)
 
 # 2 Mi signs: below it one thread decodes a layer in less than a millisecond.
 SMALL_LAYER_BYTES = 1 << 19
@@ -75,34 +85,119 @@ def answer(
         # answers start together, so padding stands on the left
         ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=device)
         mask[row, longest - len(prompt) :] = 1
-    sampling: dict[str, Any] = {
-        "do_sample": False,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-    }
     # below this, dividing by it overflows, and the likeliest token wins anyway
-    if temperature > 1e-4:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    is_greedy = temperature <= 1e-4
     streamer = _Stream(tokenizer, show) if show is not None and len(prompts) == 1 else None
     was_training = model.training
     model.eval()
     started = time.perf_counter()
     try:
-        with _few_threads(model):
-            out = cast(Any, model).generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stops,
-                pad_token_id=pad,
-                streamer=streamer,
-                **sampling,
+        processors = _logits_processors(model, temperature, top_p, is_greedy)
+        decoding = None
+        if processors is not None:
+            decoding = start_decoding(model, ids, mask, max_new_tokens)
+        if decoding is not None and processors is not None:
+            out = _decode(
+                decoding, ids, max_new_tokens, (stops, pad), processors, is_greedy, streamer
             )
+        else:
+            with _few_threads(model):
+                out = cast(Any, model).generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=stops,
+                    pad_token_id=pad,
+                    streamer=streamer,
+                    **_sampling(temperature, top_p, is_greedy),
+                )
     finally:
         model.train(was_training)
     seconds = time.perf_counter() - started
     return [_finished(row[longest:].tolist(), stops, tokenizer, seconds) for row in out]
+
+
+def _sampling(temperature: float, top_p: float, is_greedy: bool) -> dict[str, Any]:
+    """The same choice of tokens in the words of transformers' `generate`."""
+    if is_greedy:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+# Settings of a generation config that change no token, or that `answer` sets itself.
+_HARMLESS = {
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "cache_implementation", "return_dict_in_generate", "output_scores", "output_logits",
+    "output_attentions", "output_hidden_states", "transformers_version", "repetition_penalty",
+    "is_assistant", "disable_compile", "remove_invalid_values", "_from_model_config",
+}  # fmt: skip
+
+
+def _logits_processors(
+    model: PreTrainedModel, temperature: float, top_p: float, is_greedy: bool
+) -> list[Any] | None:
+    """What transformers would do to the logits before a token is chosen.
+
+    None if the model's generation config asks for more than is known here.
+    """
+    config = model.generation_config
+    if config is None:
+        return None
+    unknown = set(config.to_diff_dict()) - _HARMLESS
+    if unknown:
+        _log.info("tokens are chosen by transformers: %s is set", ", ".join(sorted(unknown)))
+        return None
+    processors: list[Any] = []
+    penalty = config.repetition_penalty
+    if penalty is not None and penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty=penalty))
+    if not is_greedy:
+        if temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(temperature))
+        if top_p < 1.0:
+            processors.append(TopPLogitsWarper(top_p))
+    return processors
+
+
+def _decode(
+    decoding: Decoding,
+    ids: Tensor,
+    max_new_tokens: int,
+    special: tuple[list[int], int],
+    processors: list[Any],
+    is_greedy: bool,
+    streamer: _Stream | None,
+) -> Tensor:
+    """Prompts and answers, [B, T]; a finished row goes on with padding, as transformers does.
+
+    `special` holds the tokens that end an answer, and the padding.
+    """
+    stops, pad = special
+    if streamer is not None:
+        streamer.put(ids)
+    stop = torch.tensor(stops, device=ids.device)
+    is_running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    logits = decoding.logits
+    for count in range(1, max_new_tokens + 1):
+        scores = logits
+        for processor in processors:
+            scores = processor(ids, scores)
+        if is_greedy:
+            tokens = scores.argmax(-1)
+        else:
+            tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+        tokens = torch.where(is_running, tokens, pad)
+        ids = torch.cat((ids, tokens[:, None]), dim=1)
+        if streamer is not None:
+            streamer.put(tokens)
+        is_running &= ~torch.isin(tokens, stop)
+        if count == max_new_tokens or not is_running.any():
+            break
+        logits = decoding.step(tokens)
+    if streamer is not None:
+        streamer.end()
+    return ids
 
 
 @contextmanager

@@ -17,6 +17,7 @@ FLOORS = [
     {"adapter"},
     {"data"},
     {"train"},
+    {"decode"},
     {"generate"},
     {"evaluate", "chat", "inspect", "base_cache", "api"},
     {"finetune"},

@@ -12,16 +12,20 @@ from bonsai_ft.adapter.attach import (
     set_adapter,
     trainable_groups,
 )
+from bonsai_ft.adapter.effective import EffectiveLinear, effective_linear, effective_module
 from bonsai_ft.adapter.files import load_adapter, save_adapter, save_peft
 from bonsai_ft.adapter.lora import TernaryLora, register_peft
 
 __all__ = [
+    "EffectiveLinear",
     "TernaryLora",
     "TernaryLoraConfig",
     "adapter_names",
     "adapter_state",
     "attach",
     "detach",
+    "effective_linear",
+    "effective_module",
     "linear_names",
     "load_adapter",
     "load_adapter_state",

@@ -124,12 +124,12 @@ size_t prepared_bytes(int64_t columns, int planes) {
 }
 
 // One chunk: q of up to 256 columns as signed bytes, in the order of the codes.
-void prepare_chunk(const float* x, int64_t columns, int planes, int8_t* out) {
-  const float largest = planes == 3 ? 8323072.0f : 32512.0f;  // 127 * 2^16, 127 * 2^8
-  int32_t* sums = reinterpret_cast<int32_t*>(out + 4 * planes * 64);
-  float* steps = reinterpret_cast<float*>(sums + 16);
+template <int kPlanes>
+void prepare_chunk(const float* x, int64_t columns, int8_t* out) {
+  const float largest = kPlanes == 3 ? 8323072.0f : 32512.0f;  // 127 * 2^16, 127 * 2^8
+  float* steps = reinterpret_cast<float*>(out + 4 * kPlanes * 64 + 64);
   for (int half = 0; half < 2; ++half) {
-    int64_t left = columns - half * kGroup;
+    const int64_t left = columns - half * kGroup;
     __m512 values[8];
     __m512i top = _mm512_setzero_si512();
     for (int v = 0; v < 8; ++v) {
@@ -148,42 +148,54 @@ void prepare_chunk(const float* x, int64_t columns, int planes, int8_t* out) {
     // below it the reciprocal overflows; such a group adds nothing a float32 sum would keep
     bool is_zero = magnitude < 1e-30f;
     float step = is_finite ? (is_zero ? 0.0f : magnitude / largest) : NAN;
+    _mm256_storeu_ps(steps + 8 * half, _mm256_set1_ps(step));
     const __m512 inverse = _mm512_set1_ps(is_finite && !is_zero ? largest / magnitude : 0.0f);
-    __m512i group_sums = _mm512_setzero_si512();  // per 4 columns: lane l of vector v
-    alignas(64) int32_t byte_sums[32];
-    for (int v = 0; v < 8; ++v) {
-      __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values[v], inverse));
-      if (!is_finite) q = group_sums;
-      for (int p = 0; p < planes; ++p) {
+    for (int quarter = 0; quarter < 2; ++quarter) {
+      __m512i q[4];
+      for (int v = 0; v < 4; ++v) {
+        q[v] = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * quarter + v], inverse));
+        if (!is_finite) q[v] = _mm512_setzero_si512();
+      }
+      for (int p = 0; p < kPlanes; ++p) {
         // the low byte as a signed digit, then the rest
-        __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
-        q = _mm512_srai_epi32(_mm512_sub_epi32(q, digit), 8);
-        alignas(16) int8_t natural[16];
-        _mm_store_si128(reinterpret_cast<__m128i*>(natural), _mm512_cvtepi32_epi8(digit));
-        for (int i = 0; i < 4; ++i) {
-          for (int b = 0; b < 4; ++b) {
-            out[(i * planes + p) * 64 + 32 * half + 4 * v + b] = natural[4 * b + i];
-          }
+        __m128i natural[4];
+        for (int v = 0; v < 4; ++v) {
+          __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(q[v], 24), 24);
+          q[v] = _mm512_srai_epi32(_mm512_sub_epi32(q[v], digit), 8);
+          natural[v] = _mm512_cvtepi32_epi8(digit);
         }
-        for (int b = 0; b < 4; ++b) {
-          int32_t four = natural[4 * b] + natural[4 * b + 1] + natural[4 * b + 2] +
-                         natural[4 * b + 3];
-          byte_sums[4 * v + b] = (p ? byte_sums[4 * v + b] : 0) + four * (1 << (8 * p));
+        __m512i bytes = _mm512_castsi128_si512(natural[0]);
+        bytes = _mm512_inserti32x4(bytes, natural[1], 1);
+        bytes = _mm512_inserti32x4(bytes, natural[2], 2);
+        bytes = _mm512_inserti32x4(bytes, natural[3], 3);
+        // 64 columns: byte i of every four goes to part i
+        int8_t* to = out + p * 64 + 32 * half + 16 * quarter;
+        for (int i = 0; i < 4; ++i) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * kPlanes * 64),
+                           _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, unsigned(8 * i))));
         }
       }
     }
-    for (int lane = 0; lane < 8; ++lane) {
-      const int32_t* of_lane = byte_sums + 4 * lane;
-      sums[8 * half + lane] = -(of_lane[0] + of_lane[1] + of_lane[2] + of_lane[3]);
-      steps[8 * half + lane] = step;
+  }
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i sum = _mm512_setzero_si512();
+  for (int p = kPlanes - 1; p >= 0; --p) {
+    sum = _mm512_slli_epi32(sum, 8);
+    for (int i = 0; i < 4; ++i) {
+      sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(out + (i * kPlanes + p) * 64));
     }
   }
+  _mm512_storeu_si512(out + 4 * kPlanes * 64, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
 }
 
 void prepare(const float* x, int64_t columns, int planes, void* prepared) {
   int8_t* out = static_cast<int8_t*>(prepared);
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
-    prepare_chunk(x + begin, columns - begin, planes, out);
+    if (planes == 3) {
+      prepare_chunk<3>(x + begin, columns - begin, out);
+    } else {
+      prepare_chunk<2>(x + begin, columns - begin, out);
+    }
     out += chunk_bytes(planes);
   }
 }
@@ -196,10 +208,24 @@ inline __m512 scales16(const uint16_t* scale, int64_t scale_step, int64_t group,
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scale + group));
 }
 
+// four 2-bit codes -> a mask with one bit of every four set
+struct OneHotTable {
+  uint16_t mask[256];
+  constexpr OneHotTable() : mask() {
+    for (unsigned byte = 0; byte < 256; ++byte) {
+      mask[byte] = uint16_t((1u << (byte & 3)) | (16u << ((byte >> 2) & 3)) |
+                            (256u << ((byte >> 4) & 3)) | (4096u << (byte >> 6)));
+    }
+  }
+};
+
+constexpr OneHotTable one_hot;
+
 template <int kPlanes>
 void dot_planes(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scale_step,
                 int rows, int64_t columns, const void* const* prepared, int tokens, float* y,
-                int64_t y_stride) {
+                int64_t y_stride, const uint8_t* const* codes4 = nullptr, int64_t subvectors = 0,
+                const float* table = nullptr, int64_t table_stride = 0) {
   constexpr int kMaxTokens = 16;
   const __m512i three = _mm512_set1_epi8(3);
   const int64_t row_bytes = (columns + 3) / 4;
@@ -268,6 +294,24 @@ void dot_planes(const uint8_t* const* bytes, const uint16_t* const* scale, int64
         }
       }
     }
+    if (codes4) {
+      // a byte holds the codes of four sub-vectors: the mask takes one of each four products
+      for (int64_t s = 0; s < subvectors; s += 4) {
+        const int64_t left = 4 * (subvectors - s);
+        const unsigned there = left >= 16 ? 0xffffu : (1u << left) - 1;
+        __mmask16 chosen[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          chosen[r] = __mmask16(one_hot.mask[codes4[r < rows ? r : 0][s / 4]] & there);
+        }
+        for (int m = 0; m < count; ++m) {
+          const __m512 products =
+              _mm512_maskz_loadu_ps(__mmask16(there), table + (first + m) * table_stride + 4 * s);
+          for (int r = 0; r < kRows; ++r) {
+            total[m][r] = _mm512_mask_add_ps(total[m][r], chosen[r], total[m][r], products);
+          }
+        }
+      }
+    }
     for (int m = 0; m < count; ++m) {
       for (int r = 0; r < rows; ++r) {
         y[r * y_stride + first + m] = _mm512_reduce_add_ps(total[m][r]);
@@ -283,6 +327,19 @@ void dot(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scal
     dot_planes<3>(bytes, scale, scale_step, rows, columns, prepared, tokens, y, y_stride);
   } else {
     dot_planes<2>(bytes, scale, scale_step, rows, columns, prepared, tokens, y, y_stride);
+  }
+}
+
+void dot4(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scale_step, int rows,
+          int64_t columns, int planes, const void* const* prepared, int tokens, float* y,
+          int64_t y_stride, const uint8_t* const* codes, int64_t subvectors, const float* table,
+          int64_t table_stride) {
+  if (planes == 3) {
+    dot_planes<3>(bytes, scale, scale_step, rows, columns, prepared, tokens, y, y_stride, codes,
+                  subvectors, table, table_stride);
+  } else {
+    dot_planes<2>(bytes, scale, scale_step, rows, columns, prepared, tokens, y, y_stride, codes,
+                  subvectors, table, table_stride);
   }
 }
 
@@ -313,7 +370,7 @@ void products(const float* a, const float* b, int64_t stride, int count, int64_t
 #endif
 
 extern "C" const Isa* bonsai_isa_avx512() {
-  static const Isa isa = {"avx512", unpack, prepared_bytes, prepare, dot, products};
+  static const Isa isa = {"avx512", unpack, prepared_bytes, prepare, dot, products, dot4};
   __builtin_cpu_init();
   bool is_there = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

@@ -242,35 +242,53 @@ Few::Few(const Isa& isa_, const Layer& layer_, int64_t tokens_, Dtype dtype_, in
   codes_stride = row_bytes;
   codes = reinterpret_cast<uint8_t*>(take(row_bytes * kRows * size_t(threads)));
   bytes = size_t(at - start) + 64;
-}
-
-void Few::prepare(const void* x, int64_t x_stride, int thread, int threads) {
-  // with one token there are parts of one row to share, with several there are rows
-  for (int64_t m = thread; m < tokens; m += threads) {
-    float* row = values + size_t(m) * values_stride;
-    const char* source =
-        static_cast<const char*>(x) + size_t(m * x_stride) * size_of(dtype);
-    if (dtype == kFloat32) {
-      std::memcpy(row, source, size_t(layer.in_features) * sizeof(float));
-    } else if (dtype == kBFloat16) {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
-      for (int64_t j = 0; j < layer.in_features; ++j) row[j] = bf16_to_float(halves[j]);
-    } else {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
-      for (int64_t j = 0; j < layer.in_features; ++j) row[j] = f16_to_float(halves[j]);
-    }
-    prepare_token(row, m);
+  for (int64_t m = 0; workspace && m < tokens; ++m) {
+    pointers[m] = static_cast<char*>(prepared) + size_t(m) * prepared_stride;
   }
 }
 
-void Few::prepare_token(const float* row, int64_t m) {
-  void* mine = static_cast<char*>(prepared) + size_t(m) * prepared_stride;
-  pointers[m] = mine;
-  isa.prepare(row, layer.in_features, planes, mine);
+void Few::prepare(const void* x, int64_t x_stride, int thread, int threads) {
+  // with several tokens whole rows are shared out, with one the parts of its row
+  const bool is_split = tokens < threads;
+  for (int64_t m = 0; m < tokens; ++m) {
+    if (!is_split && m % threads != thread) continue;
+    const char* source = static_cast<const char*>(x) + size_t(m * x_stride) * size_of(dtype);
+    float* row = values + size_t(m) * values_stride;
+    const int part = is_split ? thread : 0, parts = is_split ? threads : 1;
+    int64_t begin, end;
+    columns_of(part, parts, &begin, &end);
+    for (int64_t j = begin; j < end; ++j) row[j] = load_as_float(dtype, source, j);
+    prepare_part(row, m, part, parts);
+  }
+}
+
+// Whole chunks of columns, so that no two threads write to one chunk's digits or read what the
+// other converts.
+void Few::columns_of(int part, int parts, int64_t* begin, int64_t* end) const {
+  const int64_t chunks = ceil_div(layer.in_features, kChunk);
+  *begin = chunks * part / parts * kChunk;
+  *end = chunks * (part + 1) / parts * kChunk;
+  if (*end > layer.in_features) *end = layer.in_features;
+}
+
+void Few::prepare_part(const float* row, int64_t m, int part, int parts) {
+  int64_t begin, end;
+  columns_of(part, parts, &begin, &end);
+  if (begin >= end) return;
+  prepare_digits(row, m, begin, end);
+  prepare_table(row, m, begin, end);
+}
+
+void Few::prepare_digits(const float* row, int64_t m, int64_t begin, int64_t end) {
+  char* mine = static_cast<char*>(prepared) + size_t(m) * prepared_stride;
+  isa.prepare(row + begin, end - begin, planes, mine + isa.prepared_bytes(begin, planes));
+}
+
+void Few::prepare_table(const float* row, int64_t m, int64_t begin, int64_t end) {
   if (!layer.codes) return;
   float* products = table + size_t(m) * table_stride;
   const int64_t dim = layer.codewords_dim;
-  for (int64_t s = 0; s * dim < layer.in_features; ++s) {
+  for (int64_t s = begin / dim; s * dim < end; ++s) {
     int64_t length = layer.in_features - s * dim < dim ? layer.in_features - s * dim : dim;
     isa.products(row + s * dim, codeword(layer, s, 0), dim, layer.codewords_k, length,
                  products + s * layer.codewords_k);
@@ -307,11 +325,18 @@ void Few::block_rows(int64_t row, int count, int thread, float* out) {
     }
     scale[r] = scales_of(layer, row + r, 0);
   }
+  const int64_t subvectors = num_subvectors(layer);
+  const int64_t k = layer.codewords_k;
+  if (layer.codes && isa.dot4 && k == 4) {
+    const uint8_t* row_codes[kRows];
+    for (int r = 0; r < count; ++r) row_codes[r] = layer.codes + (row + r) * layer.codes_stride;
+    isa.dot4(bytes, scale, scale_step(layer), count, layer.in_features, planes, pointers,
+             int(tokens), out, tokens, row_codes, subvectors, table, int64_t(table_stride));
+    return;
+  }
   isa.dot(bytes, scale, scale_step(layer), count, layer.in_features, planes, pointers, int(tokens),
           out, tokens);
   if (!layer.codes) return;
-  const int64_t subvectors = num_subvectors(layer);
-  const int64_t k = layer.codewords_k;
   for (int r = 0; r < count; ++r) {
     const uint8_t* row_codes = layer.codes + (row + r) * layer.codes_stride;
     for (int64_t m = 0; m < tokens; ++m) {

@@ -1,7 +1,11 @@
 // The few-token product as parts that one parallel region can call: prepare, barrier, rows.
+// `workspace` may be null to ask for `bytes` alone; threads then write nothing.
 #pragma once
 
 #include "ternary.h"
+
+// Columns that x is prepared in at least: a multiple of every instruction set's own unit.
+constexpr int64_t kChunk = 256;
 
 const Isa& current_isa();
 
@@ -14,8 +18,11 @@ struct Few {
 
   // this thread's share of what depends on x alone; a barrier must follow
   void prepare(const void* x, int64_t x_stride, int thread, int threads);
-  // one token, given in float32
-  void prepare_token(const float* row, int64_t m);
+  // one part of one token, given in float32
+  void prepare_part(const float* row, int64_t m, int part, int parts);
+  void prepare_digits(const float* row, int64_t m, int64_t begin, int64_t end);
+  void prepare_table(const float* row, int64_t m, int64_t begin, int64_t end);
+  void columns_of(int part, int parts, int64_t* begin, int64_t* end) const;
   // this thread's share of the rows
   void rows(void* y, int64_t y_stride, int thread, int threads);
   // out[r * tokens + m] of `count` <= kRows rows

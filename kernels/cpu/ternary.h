@@ -64,6 +64,12 @@ struct Isa {
   // out[i] = sum_j a[j] * b[i * stride + j]
   void (*products)(const float* a, const float* b, int64_t stride, int count, int64_t length,
                    float* out);
+  // `dot` plus the residual for K = 4: y += sum_s table[m][4 s + code[r, s]]; null where it would
+  // not be faster than adding it afterwards
+  void (*dot4)(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scale_step,
+               int rows, int64_t columns, int planes, const void* const* prepared, int tokens,
+               float* y, int64_t y_stride, const uint8_t* const* codes, int64_t subvectors,
+               const float* table, int64_t table_stride);
 };
 
 extern "C" {
