@@ -29,8 +29,9 @@ FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 # Kinds of rotary embedding whose angles do not depend on the length of the sequence.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Relative distance of the logits: 16-bit roundings of transformers against float32 here.
-AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Relative distance of the logits that transformers' 16-bit roundings may cause (here everything is
+# float32): on text they are about 0.01 in bfloat16, on senseless tokens up to 0.3.
+AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ def start_decoding(
     distance = (ours - logits).square().mean().sqrt() / logits.square().mean().sqrt()
     if not distance <= AGREEMENT[model.dtype]:
         _log.warning(
-            "tokens are computed by transformers, slower: the compiled decoder disagrees with "
-            "this model by %.3g; please report the model",
+            "tokens are computed by transformers, slower: on this prompt the compiled decoder and "
+            "the model differ by %.3g of the logits",
             float(distance),
         )
         return None

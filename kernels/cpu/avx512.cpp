@@ -29,6 +29,8 @@
 namespace {
 
 constexpr int64_t kChunk = 256;
+// Bytes by which weights are fetched before they are needed, at least.
+constexpr int64_t kAhead = 4096;
 
 inline uint64_t load_tail(const uint8_t* bytes, int64_t count) {
   uint64_t value = 0;
@@ -230,6 +232,7 @@ void dot_planes(const uint8_t* const* bytes, const uint16_t* const* scale, int64
   const __m512i three = _mm512_set1_epi8(3);
   const int64_t row_bytes = (columns + 3) / 4;
   const int64_t groups = ceil_div(columns, kGroup);
+  const int64_t ahead = kRows * row_bytes > kAhead ? kRows * row_bytes : kAhead;
   const uint8_t* row[kRows];
   const uint16_t* row_scale[kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -257,6 +260,8 @@ void dot_planes(const uint8_t* const* bytes, const uint16_t* const* scale, int64
         __m512 of_chunk[kRows];
         for (int r = 0; r < kRows; ++r) {
           __m512i packed = _mm512_maskz_loadu_epi8(mask, row[r] + offset);
+          // rows follow each other in memory; masked loads alone do not wake the prefetcher
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + offset) + ahead, _MM_HINT_T0);
           codes[r][0] = _mm512_and_si512(packed, three);
           codes[r][1] = _mm512_and_si512(_mm512_srli_epi16(packed, 2), three);
           codes[r][2] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), three);

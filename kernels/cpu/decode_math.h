@@ -57,6 +57,15 @@ struct Float16 {
 inline float as_float(BFloat16 value) { return bf16_to_float(value.bits); }
 inline float as_float(Float16 value) { return f16_to_float(value.bits); }
 
+// pairwise, so that the additions do not wait for each other
+inline float sum_of(const float (&lanes)[2 * kLanes]) {
+  float a[kLanes], b[kLanes / 2], c[kLanes / 4];
+  for (int l = 0; l < kLanes; ++l) a[l] = lanes[l] + lanes[l + kLanes];
+  for (int l = 0; l < kLanes / 2; ++l) b[l] = a[l] + a[l + kLanes / 2];
+  for (int l = 0; l < kLanes / 4; ++l) c[l] = b[l] + b[l + kLanes / 4];
+  return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
 template <typename T>
 inline float dot_row(const T* row, const float* x, int64_t n) {
   float lanes[2 * kLanes] = {};
@@ -64,10 +73,9 @@ inline float dot_row(const T* row, const float* x, int64_t n) {
   for (; j + 2 * kLanes <= n; j += 2 * kLanes) {
     for (int l = 0; l < 2 * kLanes; ++l) lanes[l] += as_float(row[j + l]) * x[j + l];
   }
-  float sum = 0.0f;
-  for (; j < n; ++j) sum += as_float(row[j]) * x[j];
-  for (int l = 0; l < 2 * kLanes; ++l) sum += lanes[l];
-  return sum;
+  float rest = 0.0f;
+  for (; j < n; ++j) rest += as_float(row[j]) * x[j];
+  return sum_of(lanes) + rest;
 }
 
 template <typename T>
@@ -114,9 +122,15 @@ void softmax(float* x, int64_t n, float scale) {
   float top = x[0];
   for (int64_t i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;
   for (int64_t i = 0; i < n; ++i) x[i] = exp_of((x[i] - top) * scale);
-  float sum = 0.0f;
-  for (int64_t i = 0; i < n; ++i) sum += x[i];
-  for (int64_t i = 0; i < n; ++i) x[i] /= sum;
+  float lanes[2 * kLanes] = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    for (int l = 0; l < 2 * kLanes; ++l) lanes[l] += x[i + l];
+  }
+  float sum = sum_of(lanes);
+  for (; i < n; ++i) sum += x[i];
+  const float factor = 1.0f / sum;
+  for (i = 0; i < n; ++i) x[i] *= factor;
 }
 
 void gate(int activation, const float* gates, const float* ups, int64_t n, float* out) {
