@@ -66,14 +66,15 @@ def start_decoding(
     lengths = mask.sum(1)
     positions = int(lengths.max()) + max_new_tokens
     decoder = _build(model, len(ids), positions)
-    output: Any = model(
+    output: Any = model.get_decoder()(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
         use_cache=True,
-        logits_to_keep=1,
     )
-    logits = output.logits[:, -1].float()
+    # contiguous: for a slice of [B, T, hidden] torch copies the whole head before it multiplies
+    last = output.last_hidden_state[:, -1].contiguous()
+    logits = model.get_output_embeddings()(last).float()
     # the name that newer versions of transformers warn about is the only one in older ones
     cache = getattr(output, "cache", None) or output.past_key_values
     for index, layer in enumerate(cache.layers):
