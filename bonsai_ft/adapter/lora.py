@@ -16,8 +16,10 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from bonsai_ft.model import TernaryLinear
+from bonsai_ft.ops.dropout import dropout
 
 # Variants of LoRA that read or rewrite the float weight, or that `TernaryLora.forward` lacks.
 _UNSUPPORTED = (
@@ -35,17 +37,46 @@ _UNSUPPORTED = (
 )
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Zeroes elements with probability p (to within 2^-16) and scales the rest by 1 / (1 - p).
+class _AddLowRank(torch.autograd.Function):
+    """y + scaling * dropout(x) A^T B^T; x [..., in], A [r, in], B [out, r], y [..., out].
 
-    On a CPU, random numbers are the expensive part: one 64-bit draw serves four elements here.
+    Added in place where y is not a view (autograd forbids those to change in a function like this).
+    Keeps x, which the layer below keeps as well, and the r numbers per token between A and B; what
+    dropout leaves of x is made again from the seed.
     """
-    if x.device.type != "cpu":
-        return F.dropout(x, p)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)
-    keep = draws >= round(p * 2**16) - 2**15
-    return x * keep.to(x.dtype).mul_(1 / (1 - p))
+
+    @staticmethod
+    def forward(ctx, y, x, a, b, scaling: float, p: float, seed: int):
+        h = F.linear(_dropped(x, p, seed).flatten(0, -2), a.to(x.dtype))
+        y2, b2 = y.view(-1, y.shape[-1]), b.to(h.dtype).T
+        if y._is_view():
+            y = torch.addmm(y2, h, b2, alpha=scaling).view(y.shape)
+        else:
+            y2.addmm_(h, b2, alpha=scaling)
+            ctx.mark_dirty(y)
+        ctx.save_for_backward(x, a, b, h)
+        ctx.scaling, ctx.p, ctx.seed = scaling, p, seed
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, a, b, h = ctx.saved_tensors
+        da = db = dx = None
+        dy2 = dy.flatten(0, -2)
+        if ctx.needs_input_grad[3]:
+            db = (dy2.T @ h).to(b.dtype).mul_(ctx.scaling)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dh = (dy2 @ b.to(dy.dtype)).mul_(ctx.scaling)
+            if ctx.needs_input_grad[2]:
+                da = (dh.T @ _dropped(x, ctx.p, ctx.seed).flatten(0, -2)).to(a.dtype)
+            if ctx.needs_input_grad[1]:
+                dx = _dropped(dh @ a.to(dh.dtype), ctx.p, ctx.seed).view(x.shape)
+        return dy, dx, da, db, None, None, None
+
+
+def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
+    return dropout(x, p, seed) if p else x
 
 
 class TernaryLora(nn.Module, LoraLayer):
@@ -128,12 +159,11 @@ class TernaryLora(nn.Module, LoraLayer):
         for name in names:
             if name not in self.lora_A:
                 continue
-            h = x
+            p, seed = 0.0, 0
             if self.training and isinstance(drop := self.lora_dropout[name], nn.Dropout):
-                h = dropout(x, drop.p)
+                p, seed = drop.p, int(torch.randint(2**63 - 1, ()))
             a, b = (cast(Tensor, part[name].weight) for part in (self.lora_A, self.lora_B))
-            h = F.linear(h.to(y.dtype), a.to(y.dtype))
-            y = torch.add(y, F.linear(h, b.to(y.dtype)), alpha=self.scaling[name])
+            y = _AddLowRank.apply(y, x.to(y.dtype), a, b, self.scaling[name], p, seed)
         return y
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

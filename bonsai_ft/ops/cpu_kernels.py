@@ -153,7 +153,9 @@ def forward(
 ) -> Tensor:
     """x [..., I] -> y [..., O] in the dtype of x."""
     x2 = x.reshape(-1, in_features)
-    y = x.new_empty(x2.shape[0], ternary.shape[0])
+    # not a view of it: only then may the caller add to it in place under autograd
+    result = x.new_empty(*x.shape[:-1], ternary.shape[0])
+    y = result.view(-1, ternary.shape[0])
     if y.numel():
         layer, kept = layer_of(ternary, scale, codes, codewords, in_features, packing)
         if x2.shape[0] <= FEW_TOKENS:
@@ -161,7 +163,7 @@ def forward(
         else:
             _many(layer, x2, y, None if codes is None else codewords)
         del kept
-    return y.view(*x.shape[:-1], ternary.shape[0])
+    return result
 
 
 def _few(layer: Layer, x: Tensor, y: Tensor) -> None:

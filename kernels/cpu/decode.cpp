@@ -19,19 +19,20 @@
 #include "linear.h"
 #include "numbers.h"
 
+const Math& bonsai_current_math() {
+  const char* name = current_isa().name;
+  const Math* math = nullptr;
+  if (std::strcmp(name, "avx512") == 0) math = bonsai_math_avx512();
+  if (std::strcmp(name, "avx2") == 0) math = bonsai_math_avx2();
+  return math ? *math : *bonsai_math_plain();
+}
+
 namespace {
 
 inline void barrier() {
 #ifdef _OPENMP
 #pragma omp barrier
 #endif
-}
-
-const Math& math_for(const Isa& isa) {
-  const Math* math = nullptr;
-  if (std::strcmp(isa.name, "avx512") == 0) math = bonsai_math_avx512();
-  if (std::strcmp(isa.name, "avx2") == 0) math = bonsai_math_avx2();
-  return math ? *math : *bonsai_math_plain();
 }
 
 // Hands out aligned pieces; with a null start it only counts.
@@ -336,7 +337,7 @@ int64_t bonsai_decode_workspace(const Decoder* decoder, int32_t threads) {
 void bonsai_decode_step(const Decoder* decoder, const int64_t* tokens, const int64_t* positions,
                         float* logits, void* workspace, int32_t threads) {
   const Isa& isa = current_isa();
-  const Math& math = math_for(isa);
+  const Math& math = bonsai_current_math();
   const Memory memory(isa, *decoder, threads, workspace);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)

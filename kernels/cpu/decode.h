@@ -14,7 +14,13 @@ struct Math {
   void (*softmax)(float* x, int64_t n, float scale);
   void (*gate)(int activation, const float* gates, const float* ups, int64_t n, float* out);
   void (*rotate)(float* head, const float* cosines, const float* sines, int64_t half);
+  // dropout.cpp; `state` is that of the first four elements
+  void (*drop)(Dtype dtype, const void* x, int64_t count, uint64_t state, uint32_t threshold,
+               float factor, void* out);
 };
+
+// for the instruction set in use
+const Math& bonsai_current_math();
 
 extern "C" {
 const Math* bonsai_math_plain();

@@ -1,5 +1,5 @@
-// The arithmetic of a decoder block beside its packed products: written once in plain loops, and
-// compiled for each instruction set by decode_avx512.cpp, decode_avx2.cpp and decode_plain.cpp.
+// Arithmetic beside the packed products (decoder blocks, dropout): written once in plain loops, and
+// compiled for each instruction set by math_avx512.cpp, math_avx2.cpp and math_plain.cpp.
 //
 //   norm      out = x / sqrt(mean(x^2) + eps) * weight
 //   dots      out[i] = row_i . x                 rows in float32, bfloat16 or float16
@@ -7,6 +7,7 @@
 //   softmax   x = exp(x - max) / sum
 //   gate      out = act(gate) * up
 //   rotate    the two halves (a, b) of a head become (a cos - b sin, b cos + a sin)
+//   drop      dropout with the mask of a seed (dropout.cpp)
 #pragma once
 
 #include <cstdint>
@@ -151,6 +152,50 @@ void rotate(float* head, const float* cosines, const float* sines, int64_t half)
     float a = head[j], b = head[j + half];
     head[j] = a * cosines[j] - b * sines[j];
     head[j + half] = b * cosines[j + half] + a * sines[j + half];
+  }
+}
+
+inline uint64_t split_mix(uint64_t state) {
+  state ^= state >> 30;
+  state *= 0xbf58476d1ce4e5b9ull;
+  state ^= state >> 27;
+  state *= 0x94d049bb133111ebull;
+  return state ^ (state >> 31);
+}
+
+inline void store(float* out, float value) { *out = value; }
+inline void store(BFloat16* out, float value) { out->bits = float_to_bf16(value); }
+inline void store(Float16* out, float value) { out->bits = float_to_f16(value); }
+
+template <typename T>
+void drop_of(const T* x, int64_t count, uint64_t state, uint32_t threshold, float factor, T* out) {
+  constexpr int kNumbers = 64;
+  uint64_t numbers[kNumbers];
+  for (int64_t begin = 0; begin < count; begin += 4 * kNumbers) {
+    for (int i = 0; i < kNumbers; ++i) {
+      numbers[i] = split_mix(state + uint64_t(begin / 4 + i + 1) * 0x9e3779b97f4a7c15ull);
+    }
+    uint16_t parts[4 * kNumbers];
+    std::memcpy(parts, numbers, sizeof parts);
+    const int64_t length = count - begin < 4 * kNumbers ? count - begin : 4 * kNumbers;
+    for (int64_t j = 0; j < length; ++j) {
+      float scale = parts[j] < threshold ? 0.0f : factor;
+      store(out + begin + j, as_float(x[begin + j]) * scale);
+    }
+  }
+}
+
+void drop(Dtype dtype, const void* x, int64_t count, uint64_t state, uint32_t threshold,
+          float factor, void* out) {
+  if (dtype == kFloat32) {
+    drop_of(static_cast<const float*>(x), count, state, threshold, factor,
+            static_cast<float*>(out));
+  } else if (dtype == kBFloat16) {
+    drop_of(static_cast<const BFloat16*>(x), count, state, threshold, factor,
+            static_cast<BFloat16*>(out));
+  } else {
+    drop_of(static_cast<const Float16*>(x), count, state, threshold, factor,
+            static_cast<Float16*>(out));
   }
 }
 

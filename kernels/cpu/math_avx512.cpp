@@ -1,4 +1,4 @@
-// decode_math.h for AVX-512.
+// math_loops.h for AVX-512.
 #include "decode.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -8,7 +8,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 #endif
 
-#include "decode_math.h"
+#include "math_loops.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -17,7 +17,7 @@
 #endif
 
 extern "C" const Math* bonsai_math_avx512() {
-  static const Math math = {norm, dots, mix, softmax, gate, rotate};
+  static const Math math = {norm, dots, mix, softmax, gate, rotate, drop};
   return &math;
 }
 

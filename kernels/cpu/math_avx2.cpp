@@ -1,4 +1,4 @@
-// decode_math.h for AVX2.
+// math_loops.h for AVX2.
 #include "decode.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -8,7 +8,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "decode_math.h"
+#include "math_loops.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -17,7 +17,7 @@
 #endif
 
 extern "C" const Math* bonsai_math_avx2() {
-  static const Math math = {norm, dots, mix, softmax, gate, rotate};
+  static const Math math = {norm, dots, mix, softmax, gate, rotate, drop};
   return &math;
 }
 

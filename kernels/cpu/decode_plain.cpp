@@ -1,7 +1,0 @@
-// decode_math.h for the compiler's baseline (on aarch64 that is NEON).
-#include "decode_math.h"
-
-extern "C" const Math* bonsai_math_plain() {
-  static const Math math = {norm, dots, mix, softmax, gate, rotate};
-  return &math;
-}
