@@ -79,6 +79,12 @@ def library() -> Library:
         layer, i32, address, i64, address, i64, i64, address, i32,
     ]  # fmt: skip
     functions.bonsai_linear_few.restype = None
+    functions.bonsai_codeword_products.argtypes = [layer, i32, address, i64, i64, address, i64, i32]
+    functions.bonsai_codeword_products.restype = None
+    functions.bonsai_codeword_gradient.argtypes = [
+        layer, i32, address, i64, address, i64, i64, address, i32,
+    ]  # fmt: skip
+    functions.bonsai_codeword_gradient.restype = None
     wanted = os.environ.get("BONSAI_CPU_ISA", "auto")
     chosen = functions.bonsai_choose_isa(wanted.encode())
     if chosen is None:
@@ -202,9 +208,7 @@ def _many(layer: Layer, x: Tensor, y: Tensor, codewords: Tensor | None) -> None:
     x = x.to(dtype)
     appended = 0
     if codewords is not None and reference.is_one_hot_cheaper(codewords):
-        products = _codeword_products(x, codewords)  # P
-        appended = products.shape[1]
-        x = torch.cat((x, products), dim=1)
+        x, appended = _with_codeword_products(layer, x)
     width = x.shape[1]
     block = _block_size(layer.out_features, width, dtype.itemsize)
     weight = workspace(block * width, dtype).view(block, width)
@@ -220,11 +224,24 @@ def _many(layer: Layer, x: Tensor, y: Tensor, codewords: Tensor | None) -> None:
         y.copy_(result)
 
 
-def _codeword_products(x: Tensor, codewords: Tensor) -> Tensor:
-    """P = [x_s C_s^T], [M, S K]."""
-    table = reference.subvector_codewords(codewords.to(x.dtype), x.shape[1])
-    parts = reference.subvectors(x, table.shape[2])
-    return torch.bmm(parts, table.transpose(1, 2)).transpose(0, 1).flatten(1)
+def _with_codeword_products(layer: Layer, x: Tensor) -> tuple[Tensor, int]:
+    """[x | P] with P = [x_s C_s^T], and the width of P, which is S K."""
+    tokens, width = x.shape
+    count = reference.num_subvectors(width, layer.codewords_dim) * layer.codewords_k
+    both = x.new_empty(tokens, width + count)
+    both[:, :width] = x
+    products = both[:, width:]
+    library().functions.bonsai_codeword_products(
+        layer,
+        DTYPES[x.dtype],
+        both.data_ptr(),
+        both.stride(0),
+        tokens,
+        products.data_ptr(),
+        products.stride(0),
+        torch.get_num_threads(),
+    )
+    return both, count
 
 
 def _unpack(
@@ -309,7 +326,7 @@ def backward(
                 dy2, x2.to(dtype), codes, codewords, in_features
             )
         else:
-            dcodewords = _codeword_gradient(sums, x2.to(dtype), codewords)
+            dcodewords = _codeword_gradient(layer, sums, x2.to(dtype), codewords)
     del kept
     return reference.shaped(dx, x, need_dx), dcodewords
 
@@ -360,10 +377,20 @@ def _diagonal(sums: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor
     return sums[:, first * k : last * k], diagonal.view(count * k, -1)[:, : end - begin]
 
 
-def _codeword_gradient(sums: Tensor, x: Tensor, codewords: Tensor) -> Tensor:
+def _codeword_gradient(layer: Layer, sums: Tensor, x: Tensor, codewords: Tensor) -> Tensor:
     """dC_g = sum over the group's sub-vectors of D_s^T x_s."""
-    groups, k, dim = codewords.shape
-    by_subvector = sums.unflatten(1, (-1, k)).transpose(0, 1)  # [S, M, K]
-    parts = reference.subvectors(x, dim)
-    gradient = torch.bmm(by_subvector.transpose(1, 2), parts)
-    return reference.sum_by_group(gradient.to(codewords.dtype), groups)
+    gradient = torch.empty(codewords.shape, dtype=torch.float32)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    library().functions.bonsai_codeword_gradient(
+        layer,
+        DTYPES[x.dtype],
+        sums.data_ptr(),
+        sums.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        gradient.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return gradient.to(codewords.dtype)

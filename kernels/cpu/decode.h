@@ -14,6 +14,9 @@ struct Math {
   void (*softmax)(float* x, int64_t n, float scale);
   void (*gate)(int activation, const float* gates, const float* ups, int64_t n, float* out);
   void (*rotate)(float* head, const float* cosines, const float* sines, int64_t half);
+  // out[k * out_stride + j] += sum over `tokens` of a[i * a_stride + k] * x[i * x_stride + j]
+  void (*outer)(Dtype dtype, const void* a, int64_t a_stride, const void* x, int64_t x_stride,
+                int tokens, int64_t k, int64_t n, float* out, int64_t out_stride);
   // dropout.cpp; `state` is that of the first four elements
   void (*drop)(Dtype dtype, const void* x, int64_t count, uint64_t state, uint32_t threshold,
                float factor, void* out);

@@ -17,7 +17,7 @@
 #endif
 
 extern "C" const Math* bonsai_math_avx2() {
-  static const Math math = {norm, dots, mix, softmax, gate, rotate, drop};
+  static const Math math = {norm, dots, mix, softmax, gate, rotate, outer, drop};
   return &math;
 }
 

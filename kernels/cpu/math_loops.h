@@ -155,6 +155,42 @@ void rotate(float* head, const float* cosines, const float* sines, int64_t half)
   }
 }
 
+// out[k * out_stride + j] += sum_i a[i * a_stride + k] * x[i][j] for a few tokens i
+template <typename T>
+void outer_of(const T* a, int64_t a_stride, const T* x, int64_t x_stride, int tokens, int64_t k,
+              int64_t n, float* out, int64_t out_stride) {
+  for (int64_t row = 0; row < k; ++row) {
+    float* to = out + row * out_stride;
+    if (tokens == 4) {
+      const float w0 = as_float(a[row]), w1 = as_float(a[a_stride + row]);
+      const float w2 = as_float(a[2 * a_stride + row]), w3 = as_float(a[3 * a_stride + row]);
+      for (int64_t j = 0; j < n; ++j) {
+        to[j] += (w0 * as_float(x[j]) + w1 * as_float(x[x_stride + j])) +
+                 (w2 * as_float(x[2 * x_stride + j]) + w3 * as_float(x[3 * x_stride + j]));
+      }
+      continue;
+    }
+    for (int i = 0; i < tokens; ++i) {
+      const float w = as_float(a[i * a_stride + row]);
+      for (int64_t j = 0; j < n; ++j) to[j] += w * as_float(x[i * x_stride + j]);
+    }
+  }
+}
+
+void outer(Dtype dtype, const void* a, int64_t a_stride, const void* x, int64_t x_stride,
+           int tokens, int64_t k, int64_t n, float* out, int64_t out_stride) {
+  if (dtype == kFloat32) {
+    outer_of(static_cast<const float*>(a), a_stride, static_cast<const float*>(x), x_stride,
+             tokens, k, n, out, out_stride);
+  } else if (dtype == kBFloat16) {
+    outer_of(static_cast<const BFloat16*>(a), a_stride, static_cast<const BFloat16*>(x), x_stride,
+             tokens, k, n, out, out_stride);
+  } else {
+    outer_of(static_cast<const Float16*>(a), a_stride, static_cast<const Float16*>(x), x_stride,
+             tokens, k, n, out, out_stride);
+  }
+}
+
 inline uint64_t split_mix(uint64_t state) {
   state ^= state >> 30;
   state *= 0xbf58476d1ce4e5b9ull;

@@ -2,6 +2,6 @@
 #include "math_loops.h"
 
 extern "C" const Math* bonsai_math_plain() {
-  static const Math math = {norm, dots, mix, softmax, gate, rotate, drop};
+  static const Math math = {norm, dots, mix, softmax, gate, rotate, outer, drop};
   return &math;
 }
