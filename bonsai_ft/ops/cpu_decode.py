@@ -189,6 +189,8 @@ class CpuDecoder:
             least, most = values.aminmax()
             if least < 0 or most >= limit:
                 raise ValueError(f"a {name} is outside 0..{limit - 1}")
+        # named, so that they outlive the call
+        tokens, positions = tokens.contiguous(), positions.contiguous()
         threads = torch.get_num_threads()
         if threads != self._threads:
             size = self._functions.bonsai_decode_workspace(self._decoder, threads)
@@ -196,8 +198,8 @@ class CpuDecoder:
             self._threads = threads
         self._functions.bonsai_decode_step(
             self._decoder,
-            tokens.contiguous().data_ptr(),
-            positions.contiguous().data_ptr(),
+            tokens.data_ptr(),
+            positions.data_ptr(),
             self.logits.data_ptr(),
             self._workspace.data_ptr(),
             threads,
