@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bonsai_ft.format import Residual, TernaryWeight, num_groups, pack_codes, pack_signs
 from bonsai_ft.ops import (
-    KERNELS,
     choose_kernel,
     reference,
     ternary_linear,
