@@ -46,6 +46,7 @@ TO_FLAGS = {
     "data.template=": "--template ",
     "data.sequence_length=": "--sequence-length ",
     "hardware.dtype=": "--dtype ",
+    "kernel=": "--kernel ",
     "model.source=": "",
 }
 TO_KEYS = {
@@ -67,6 +68,10 @@ Template = Annotated[
     typer.Option(
         "--template", help='Chat template instead of the model\'s: "chatml" or Jinja text.'
     ),
+]
+
+Kernel = Annotated[
+    str, typer.Option(help="Who computes packed layers: auto, reference, cpu or cuda.")
 ]
 
 
@@ -335,6 +340,7 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="auto (as training chooses), float32 or bfloat16.")
     ] = "auto",
+    kernel: Kernel = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Loss in nats per token and perplexity on a text or on the answers of a file of rows.
@@ -348,7 +354,7 @@ def evaluate(
             raise ValueError(f"--batch-size {batch_size}: it must be 1 or more")
         if not Path(text).is_file():
             raise ValueError(f"--text {text}: there is no such file")
-        loaded, tokenizer = _open(model, adapter, dtype)
+        loaded, tokenizer = _open(model, adapter, dtype, kernel)
         from bonsai_ft.evaluate import evaluate_text
 
         result = evaluate_text(
@@ -385,6 +391,7 @@ def generate(
     top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(help="For the same samples again.")] = None,
     template: Template = None,
+    kernel: Kernel = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt, streaming, or a file of prompts.
@@ -398,7 +405,7 @@ def generate(
 
         check_sampling(max_new_tokens, temperature, top_p, seed)
         conversations = _conversations(prompt, prompts, system)
-        loaded, tokenizer = _open(model, adapter)
+        loaded, tokenizer = _open(model, adapter, kernel=kernel)
 
         def write(piece: str) -> None:
             sys.stdout.write(piece)
@@ -449,6 +456,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     template: Template = None,
+    kernel: Kernel = "auto",
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends.
 
@@ -459,7 +467,7 @@ def chat(
         from bonsai_ft.generate import check_sampling
 
         check_sampling(max_new_tokens, temperature, top_p)
-        loaded, tokenizer = _open(model, adapter)
+        loaded, tokenizer = _open(model, adapter, kernel=kernel)
 
         talk(
             loaded,
@@ -510,13 +518,14 @@ def _threshold(text: str) -> float | None:
 
 
 def _open(
-    model: str, adapter: str | None, dtype: str = "auto"
+    model: str, adapter: str | None, dtype: str = "auto", kernel: str = "auto"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Model and tokenizer on the device and in the dtype that training would choose."""
     quiet_libraries()
     from bonsai_ft import load_adapter, load_model, load_tokenizer
     from bonsai_ft.config import Dtype, HardwareConfig
     from bonsai_ft.finetune import choose_device, choose_dtype
+    from bonsai_ft.ops import check_kernel
 
     if dtype not in [d.value for d in Dtype]:
         raise ValueError(f"--dtype {dtype}: choose one of {', '.join(d.value for d in Dtype)}")
@@ -525,13 +534,14 @@ def _open(
     hardware = HardwareConfig(dtype=Dtype(dtype))
     device = choose_device(hardware)
     chosen = choose_dtype(hardware, device)
+    check_kernel(kernel)
     if not model.endswith(".bonsai"):
         if adapter is not None:
             raise ValueError(
                 f"--adapter {adapter}: {model} is no .bonsai model; an adapter needs its base"
             )
         return _open_float(model, chosen, device)
-    loaded = load_model(model, dtype=chosen, device_map=device)
+    loaded = load_model(model, dtype=chosen, device_map=device, kernel=kernel)
     if adapter is not None:
         load_adapter(loaded, adapter)
     return loaded, load_tokenizer(model)

@@ -138,8 +138,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         console.print(
             f"training {count:,} parameters "
             f"({', '.join(f'{k} {sum(p.numel() for p in v):,}' for k, v in groups.items() if v)}) "
-            f"on {device} in {str(dtype).removeprefix('torch.')}; "
-            f"memory planned {format_bytes(plan.total_bytes)}"
+            f"on {device} in {str(dtype).removeprefix('torch.')}, "
+            f"kernel {choose_kernel(config.kernel, device)}; memory planned {format_bytes(plan.total_bytes)}"
         )
         folder = _open_folder(config, accelerator)
         if is_main and not config.resume:
