@@ -139,7 +139,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
             f"training {count:,} parameters "
             f"({', '.join(f'{k} {sum(p.numel() for p in v):,}' for k, v in groups.items() if v)}) "
             f"on {device} in {str(dtype).removeprefix('torch.')}, "
-            f"kernel {choose_kernel(config.kernel, device)}; memory planned {format_bytes(plan.total_bytes)}"
+            f"kernel {choose_kernel(config.kernel, device)}; "
+            f"memory planned {format_bytes(plan.total_bytes)}"
         )
         folder = _open_folder(config, accelerator)
         if is_main and not config.resume:
@@ -254,7 +255,7 @@ def adapter_config(config: TrainConfig, model: PreTrainedModel) -> TernaryLoraCo
     adapter = config.adapter
     return TernaryLoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT computes with any number  # type: ignore[arg-type]  # PEFT divides it, so it may be 0.5
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT divides it, so it may be 0.5
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
         target_modules=adapter.target_modules or linear_names(model),
