@@ -1,0 +1,212 @@
+"""How do the CUDA kernels become machine code and run? NVRTC on first use, launches by cuda-core.
+
+No toolkit is needed and no architecture is written down: the device says what it is. Machine code
+is kept in `$BONSAI_FT_CACHE` (default `~/.cache/bonsai_ft`) under a hash of everything it depends
+on; one process compiles while others wait.
+"""
+
+import ctypes
+import hashlib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from bonsai_ft.ops.launch import Argument
+from bonsai_ft.resources import cache_folder, resource
+
+LOCK_SECONDS = 300
+OPTIONS = {"std": "c++17", "ptxas_options": ["-v"]}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Machine code of one file for one architecture; `log` lists each kernel's resources."""
+
+    cubin: bytes
+    log: str
+
+
+def kernel_folder() -> Path:
+    return resource("kernels") / "cuda"
+
+
+def compile_source(source: str, architecture: str, folder: Path | None = None) -> Compiled:
+    """Compiles `kernels/cuda/<source>` for an architecture such as "sm_90"; needs no GPU.
+
+    Raises ImportError without the extra `cuda`, ValueError with NVRTC's log if it does not compile.
+    """
+    core = _core()
+    folder = folder or kernel_folder()
+    text = (folder / source).read_text(encoding="utf-8")
+    options = core.ProgramOptions(
+        name=source, arch=architecture, include_path=str(folder), **OPTIONS
+    )
+    log = io.StringIO()
+    try:
+        program = core.Program(text, "c++", options)
+        code = program.compile("cubin", logs=log).code
+    except Exception as error:
+        # the class that cuda-core raises with NVRTC's log in it has no public name
+        if type(error).__name__ != "NVRTCError":
+            raise
+        raise ValueError(f"{source} does not compile for {architecture}: {error}") from error
+    return Compiled(cubin=bytes(code), log=log.getvalue())
+
+
+def cache_key(architecture: str, folder: Path | None = None) -> str:
+    """Changes with every file of kernels/cuda, the options, the architecture and the versions."""
+    from cuda.bindings import nvrtc
+
+    from bonsai_ft import __version__
+
+    folder = folder or kernel_folder()
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for part in (OPTIONS, architecture, nvrtc.nvrtcVersion()[1:], __version__):
+        digest.update(repr(part).encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def load_cubin(source: str, architecture: str, folder: Path | None = None) -> bytes:
+    """Machine code from the cache, or compiled now and kept.
+
+    Without a folder to write to, or if another process holds it too long, it is compiled for this
+    process alone, and a warning says so.
+    """
+    key = cache_key(architecture, folder)
+    path = cache_folder() / "kernels" / f"cuda-{architecture}-{key}" / f"{source}bin"
+    cubin = _read(path)
+    if cubin is not None:
+        return cubin
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
+            cubin = _read(path)
+            if cubin is None:
+                cubin = compile_source(source, architecture, folder).cubin
+                _write(path, cubin)
+            return cubin
+    except Timeout:
+        reason = f"another process has held it for {LOCK_SECONDS} s"
+    except OSError as error:
+        reason = str(error)
+    _log.warning("compiled %s without keeping it in %s: %s", source, path.parent, reason)
+    return compile_source(source, architecture, folder).cubin
+
+
+def _read(path: Path) -> bytes | None:
+    """None where there is nothing whole."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    check, cubin = content[:32], content[32:]
+    return cubin if hashlib.sha256(cubin).digest() == check else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class NvrtcLauncher:
+    """The `Launcher` of a machine with a GPU. Raises ImportError without the extra `cuda`."""
+
+    def __init__(self) -> None:
+        self._core = _core()
+        self._kernels: dict[tuple[int, str, str], Any] = {}
+        self._codes: dict[tuple[int, str], Any] = {}
+        self._streams: dict[int, Any] = {0: self._core.LEGACY_DEFAULT_STREAM}
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: Sequence[Argument],
+        device: torch.device,
+        shared_bytes: int = 0,
+    ) -> None:
+        """As `Launcher.launch` says."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # makes the device's context current; costs little where it is already
+        with torch.cuda.device(index):
+            function = self._kernels.get((index, source, kernel))
+            if function is None:
+                function = self._load(index, source, kernel)
+            config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+            self._core.launch(
+                self._stream(torch.cuda.current_stream(index).cuda_stream),
+                config,
+                function,
+                *map(_packed, arguments),
+            )
+
+    def warm(self, source: str, kernel: str, device: torch.device) -> None:
+        """Compiles and loads a kernel, so that launching it only enqueues."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index):
+            self._load(index, source, kernel)
+
+    def _load(self, index: int, source: str, kernel: str) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{source} would have to be compiled while a CUDA graph is captured; "
+                "run the model once before capturing"
+            )
+        if (index, source) not in self._codes:
+            major, minor = torch.cuda.get_device_capability(index)
+            cubin = load_cubin(source, f"sm_{major}{minor}")
+            self._codes[index, source] = self._core.ObjectCode.from_cubin(cubin, name=source)
+        function = self._codes[index, source].get_kernel(kernel)
+        self._kernels[index, source, kernel] = function
+        return function
+
+    def _stream(self, handle: int) -> Any:
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._core.Stream.from_handle(handle)
+            self._streams[handle] = stream
+        return stream
+
+
+def _packed(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_int64(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_float(argument)
+
+
+@lru_cache(maxsize=1)
+def _core() -> Any:
+    try:
+        import cuda.core as core
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"the CUDA kernels need cuda-core and NVRTC ({error}); pip install 'bonsai-ft[cuda]'"
+        ) from error
+    return core
