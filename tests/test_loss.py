@@ -1,6 +1,9 @@
 """Is the loss that of the full logits, without the full logits, however rows are batched?"""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,18 +96,26 @@ class Logits(TorchDispatchMode):
         return result
 
 
+def set_slices(monkeypatch, model, tokens):
+    monkeypatch.setattr(loss_module, "SLICE_BYTES", 4 * model.config.vocab_size * tokens)
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("size", [1, 7, 23, 512], ids=lambda size: f"slices_of_{size}")
-def test_sliced_cross_entropy_equals_that_of_full_logits_with_gradients(monkeypatch, size):
-    monkeypatch.setattr(loss_module, "SLICE_TOKENS", size)
+def test_sliced_cross_entropy_equals_that_of_full_logits_with_gradients(
+    monkeypatch, size, is_trained
+):
     model = float_model(tiny_config("llama"))
-    head = model.lm_head.weight.requires_grad_()
+    set_slices(monkeypatch, model, size)
+    head = model.lm_head.weight.requires_grad_(is_trained)
     states = torch.randn(23, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, model.config.vocab_size, (23,))
 
     expected = F.cross_entropy(states @ head.T, labels, reduction="sum")
-    expected_gradients = torch.autograd.grad(expected, (states, head))
+    inputs = (states, head) if is_trained else (states,)
+    expected_gradients = torch.autograd.grad(expected, inputs)
     actual = sliced_cross_entropy(model, states, labels)
-    gradients = torch.autograd.grad(actual, (states, head))
+    gradients = torch.autograd.grad(actual, inputs)
 
     assert actual.dtype == torch.float64
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
@@ -119,9 +130,105 @@ def test_sums_of_16_bit_logits_are_float32():
     assert sliced_cross_entropy(model, states, labels).dtype == torch.float32
 
 
-def test_logits_of_all_tokens_are_never_held_in_forward_or_backward(monkeypatch):
-    monkeypatch.setattr(loss_module, "SLICE_TOKENS", 8)
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+def test_the_loss_of_a_frozen_head_passes_gradcheck_and_scales_exactly(monkeypatch):
+    model = frozen(float_model(tiny_config("llama")))
+    set_slices(monkeypatch, model, 2)
+    states = torch.randn(3, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, model.config.vocab_size, (3,))
+    assert torch.autograd.gradcheck(
+        lambda x: 0.3 * sliced_cross_entropy(model, x, labels), (states,), fast_mode=True
+    )
+    total = sliced_cross_entropy(model, states, labels)
+    (twice,) = torch.autograd.grad(total / 3 + total * 2, states, retain_graph=True)
+    (once,) = torch.autograd.grad(total, states)
+    torch.testing.assert_close(twice, once * (1 / 3 + 2))
+
+
+def test_a_frozen_head_in_16_bit_stays_within_rounding():
+    model = frozen(float_model(tiny_config("llama")))
+    exact = torch.randn(19, model.config.hidden_size, dtype=torch.float64)
+    labels = torch.randint(0, model.config.vocab_size, (19,))
+    half = float_model(tiny_config("llama")).to(torch.bfloat16).requires_grad_(False)
+    results = []
+    for one in (model, half):
+        states = exact.to(one.dtype).requires_grad_()
+        total = sliced_cross_entropy(one, states, labels)
+        results.append((total.double(), torch.autograd.grad(total, states)[0].double()))
+    (loss, gradient), (loss16, gradient16) = results
+    assert abs(loss16 / loss - 1) < 1e-3
+    assert (gradient16 - gradient).norm() < 2e-2 * gradient.norm()
+
+
+def test_evaluation_makes_no_gradient(monkeypatch):
+    model = frozen(float_model(tiny_config("llama"), torch.float32))
+    monkeypatch.setattr(torch, "mm", None)
+    states = torch.randn(5, model.config.hidden_size)
+    labels = torch.randint(0, model.config.vocab_size, (5,))
+    with torch.inference_mode():
+        assert sliced_cross_entropy(model, states, labels) > 0
+
+
+def test_a_frozen_heads_logits_are_made_once_and_a_trained_ones_twice(monkeypatch):
     model = float_model(tiny_config("llama"), torch.float32)
+    calls = []
+    made = model.lm_head.forward
+    states = torch.randn(5, model.config.hidden_size, requires_grad=True)
+    labels = torch.randint(0, model.config.vocab_size, (5,))
+    size = (model.config.vocab_size, model.config.hidden_size)
+    for is_trained, kept in ((False, 0), (True, 2)):
+        calls.clear()
+        model.lm_head.weight.requires_grad_(is_trained)
+        if is_trained:
+            model.lm_head.forward = lambda x: calls.append(1) or made(x)
+        with Logits(*size):
+            sliced_cross_entropy(model, states, labels).backward()
+        assert len(calls) == kept
+
+
+MEMORY = """
+import gc, sys, torch
+from types import SimpleNamespace
+from bonsai_ft.train.loss import sliced_cross_entropy
+words, tokens, hidden = 248_320, 1_024, 512
+head = torch.nn.Linear(hidden, words, bias=False, device="meta", dtype=torch.bfloat16)
+head = head.to_empty(device="cpu").requires_grad_(False)
+head.weight.normal_(std=0.02)
+config = SimpleNamespace(vocab_size=words)
+config.get_text_config = lambda: config
+model = SimpleNamespace(get_output_embeddings=lambda: head, config=config)
+states = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+labels = torch.randint(0, words, (tokens,))
+(states[:1] @ head.weight.T).sum().backward()
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+sliced_cross_entropy(model, states, labels).backward()
+print((peak() - before) / 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_a_vocabulary_of_248320_adds_less_than_300_mb():
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    assert 50 < float(done.stdout) < 300
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
+def test_logits_of_all_tokens_are_never_held_in_forward_or_backward(monkeypatch, is_trained):
+    model = float_model(tiny_config("llama"), torch.float32)
+    model.lm_head.requires_grad_(is_trained)
+    set_slices(monkeypatch, model, 8)
     batch = collate(make_examples([30, 21]))
     size = (model.config.vocab_size, model.config.hidden_size)
     with Logits(*size) as spy:

@@ -1,8 +1,10 @@
 """What is the loss of a batch, without ever holding logits for the whole vocabulary and batch?
 
-Only target positions reach the head, a slice at a time; a slice's logits are recomputed in
-backward. Losses are sums in nats over target tokens, so that any grouping of rows into batches,
-micro-batches and processes gives the same mean.
+Only target positions reach the head, a slice at a time. A frozen head needs the gradient of its
+input alone, so that is made while a slice's logits are there (as Liger-Kernel's fused linear cross
+entropy does); a head that trains computes its logits again in backward. Losses are sums in nats
+over target tokens, so that any grouping of rows into batches, micro-batches and processes gives the
+same mean.
 """
 
 import math
@@ -10,14 +12,20 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bonsai_ft.data.batches import Batch
 
-# Logits of one slice: 512 tokens x 150,000 words x float32 are 300 MB.
-SLICE_TOKENS = 512
+# Float32 logits of one slice: 528 tokens of 32,000 words, 67 of 248,320.
+SLICE_BYTES = 64 << 20
+
+
+def slice_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(1, SLICE_BYTES // (4 * vocabulary))
 
 
 def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -36,20 +44,74 @@ def sum_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def sliced_cross_entropy(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
     """Sum over tokens of -log p(label): states [N, hidden], labels [N]."""
+    head = model.get_output_embeddings()
+    if _is_plain_and_frozen(model, head):
+        return _FrozenHeadLoss.apply(states, head.weight, labels)
     # the sum of nothing: 0, but with a way back to the states if there are no targets at all
     total = states[:0].sum(dtype=_at_least_float32(states.dtype))
-    for start in range(0, len(labels), SLICE_TOKENS):
-        piece = slice(start, start + SLICE_TOKENS)
+    size = slice_tokens(model.config.get_text_config().vocab_size)
+    for start in range(0, len(labels), size):
+        piece = slice(start, start + size)
         total = total + checkpoint(
             _slice_loss, model, states[piece], labels[piece], use_reentrant=False
         )
     return total
 
 
+def _is_plain_and_frozen(model: PreTrainedModel, head: nn.Module) -> bool:
+    """Whether the logits are states @ weight.T and nothing else, of a frozen weight."""
+    config = model.config.get_text_config()
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and not head.weight.requires_grad
+        and not (head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__)
+        and not any(getattr(config, name, None) for name in LOGIT_SETTINGS)
+        and not torch.is_autocast_enabled(head.weight.device.type)
+    )
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Sum of -log softmax(states @ weight.T)[label]; its gradient is (softmax - one_hot) @ weight.
+
+    Keeps that gradient [N, hidden] alone; upstream, a scalar, multiplies it in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        dtype = _at_least_float32(states.dtype)
+        total = torch.zeros((), dtype=dtype, device=states.device)
+        gradient = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        size = slice_tokens(weight.shape[0])
+        for start in range(0, len(labels), size):
+            piece = slice(start, start + size)
+            logits = (states[piece] @ weight.T).to(dtype)
+            picked = labels[piece, None]
+            # a label outside the vocabulary would be written elsewhere; gather refuses it
+            total += (logits.logsumexp(1, keepdim=True) - logits.gather(1, picked)).sum()
+            if gradient is not None:
+                logits = torch.softmax(logits, dim=1, out=logits)
+                logits.scatter_add_(1, picked, logits.new_full(picked.shape, -1.0))
+                torch.mm(logits.to(weight.dtype), weight, out=gradient[piece])
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream).to(gradient.dtype), None, None
+
+
 def _slice_loss(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tensor:
     logits = model.get_output_embeddings()(states)
     logits = adjust_logits(model, logits.to(_at_least_float32(logits.dtype)))
     return F.cross_entropy(logits, labels, reduction="sum")
+
+
+# What `adjust_logits` reads.
+LOGIT_SETTINGS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 def adjust_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:

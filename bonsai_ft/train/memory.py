@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from bonsai_ft.config import TrainSection
 from bonsai_ft.model import TernaryLinear
-from bonsai_ft.train.loss import SLICE_TOKENS
+from bonsai_ft.train.loss import slice_tokens
 
 # Measured on Linux (glibc) with SmolLM2: peak over what the plan's other lines explain.
 HEAP_OVERHEAD = 0.8
@@ -75,7 +75,8 @@ def plan_memory(
         default=0,
     )
     # a slice's logits as computed, in float32, their softmax and its gradient
-    logits = min(SLICE_TOKENS, tokens) * config.vocab_size * (2 * element + 3 * 4)
+    held = min(slice_tokens(config.vocab_size), tokens)
+    logits = held * config.vocab_size * (2 * element + 3 * 4)
     plan = MemoryPlan(
         base_bytes=base,
         trainable_bytes=states,
