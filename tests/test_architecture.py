@@ -21,6 +21,7 @@ FLOORS = [
     {"generate"},
     {"evaluate", "chat", "inspect", "base_cache", "api"},
     {"finetune"},
+    {"bench"},
     {"cli"},
 ]
 HEIGHT = {name: level for level, names in enumerate(FLOORS) for name in names}
