@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +63,14 @@ def assert_close(
             f"{what} {list(actual.shape)}: RMS ratio {ratio:.3g} exceeds {bound:g}; worst at "
             f"{place}: {actual[place]} instead of {expected[place]}"
         )
+
+
+@pytest.fixture(autouse=True)
+def _loggers() -> None:
+    """A Hydra application run in this process has disabled every logger there was."""
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("bonsai_ft") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(autouse=True)

@@ -66,16 +66,14 @@ def compile_source(source: str, architecture: str, folder: Path | None = None) -
 
 
 def cache_key(architecture: str, folder: Path | None = None) -> str:
-    """Changes with every file of kernels/cuda, the options, the architecture and the versions."""
+    """Changes with every file of kernels/cuda, the options, the architecture and NVRTC's version."""
     from cuda.bindings import nvrtc
-
-    from bonsai_ft import __version__
 
     folder = folder or kernel_folder()
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (OPTIONS, architecture, nvrtc.nvrtcVersion()[1:], __version__):
+    for part in (OPTIONS, architecture, nvrtc.nvrtcVersion()[1:]):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()[:16]
 
