@@ -66,7 +66,7 @@ def compile_source(source: str, architecture: str, folder: Path | None = None) -
 
 
 def cache_key(architecture: str, folder: Path | None = None) -> str:
-    """Changes with every file of kernels/cuda, the options, the architecture and NVRTC's version."""
+    """Changes with every file of kernels/cuda, the options, the architecture and the version."""
     from cuda.bindings import nvrtc
 
     folder = folder or kernel_folder()
