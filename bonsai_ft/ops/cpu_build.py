@@ -10,18 +10,20 @@ import hashlib
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bonsai_ft.resources import cache_folder, resource
 
 LOCK_SECONDS = 600
 # Without -ffast-math: a NaN must stay one, and sums keep their order whatever the thread count.
-FLAGS = ["-O3", "-std=c++17", "-fno-math-errno"]
-THREAD_FLAGS = ["-fopenmp"]
+FLAGS = ("-O3", "-std=c++17", "-fno-math-errno")
+THREAD_FLAGS = ("-fopenmp",)
 
 
 class KernelUnavailable(RuntimeError):
@@ -54,13 +56,26 @@ def load_library() -> ctypes.CDLL:
     Raises KernelUnavailable, with the reason, where they cannot be built or loaded.
     """
     path = library_path()
-    if path.is_file():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            # cut short or made for another system: made anew below
-            pass
+    with suppress(OSError):
+        return _open(path)
+    # not there, damaged, or made for another system
     return _build(path)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Raises OSError unless the library is there, whole, and made for this system."""
+    # the loader dies of a library that is cut short
+    if _digest_path(path).read_bytes() != _digest(path):
+        raise OSError(f"{path} is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def _build(path: Path) -> ctypes.CDLL:
@@ -73,13 +88,11 @@ def _build(path: Path) -> ctypes.CDLL:
         raise KernelUnavailable(f"{folder} cannot be written to ({error.strerror})") from error
     try:
         with FileLock(folder.with_suffix(".lock"), timeout=LOCK_SECONDS):
-            if path.is_file():
-                try:
-                    return ctypes.CDLL(str(path))
-                except OSError:
-                    path.unlink()
+            # another process may have made it while this one waited
+            with suppress(OSError):
+                return _open(path)
             _compile(path)
-            return ctypes.CDLL(str(path))
+            return _open(path)
     except Timeout as error:
         raise KernelUnavailable(
             f"another process has been compiling into {folder} for {LOCK_SECONDS} s"
@@ -89,46 +102,69 @@ def _build(path: Path) -> ctypes.CDLL:
 
 
 def _compile(path: Path) -> None:
+    """Makes the library; it appears under its name only when it is whole. The lock is held."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise KernelUnavailable(f"there is no C++ compiler ({compiler}); install g++ or clang")
+        raise KernelUnavailable(
+            f"there is no C++ compiler: {compiler} is not a program; install g++ or clang, or set "
+            f"CXX to one"
+        )
     # imported here: it asks the system about compilers and toolkits
     from torch.utils import cpp_extension
 
-    # torch's own lock is a file that a killed process leaves behind; ours, held here, is the
-    # system's, so a file found now has no owner
-    (path.parent / "lock").unlink(missing_ok=True)
-    reasons = []
-    for threads in (THREAD_FLAGS, []):
-        try:
-            with _ninja_on_path():
-                cpp_extension.load(
-                    name=path.stem,
-                    sources=[str(source) for source in sources()],
-                    extra_cflags=[*FLAGS, *threads],
-                    extra_ldflags=threads,
-                    build_directory=str(path.parent),
-                    is_python_module=False,
-                    verbose=False,
-                )
+    for left_by_a_killed_process in path.parent.glob("build-*"):
+        shutil.rmtree(left_by_a_killed_process, ignore_errors=True)
+    reason = ""
+    for threads in (THREAD_FLAGS, ()):
+        # a folder of its own, where no lock of torch's builder can have been left behind
+        with TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+            try:
+                with _builder_environment():
+                    cpp_extension.load(
+                        name=path.stem,
+                        sources=[str(source) for source in sources()],
+                        extra_cflags=[*FLAGS, *threads],
+                        extra_ldflags=list(threads),  # which the builder appends to
+                        build_directory=folder,
+                        is_python_module=False,
+                        verbose=False,
+                    )
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                # some compilers (Apple's) have no OpenMP: one thread is then better than none
+                reason = str(error).strip()
+                continue
+            # torch's builder numbers the names of what one process builds more than once
+            (library,) = Path(folder).glob("*.so")
+            _digest_path(path).write_bytes(_digest(library))
+            library.replace(path)
             return
-        except (RuntimeError, OSError) as error:
-            # some compilers (Apple's) have no OpenMP: one thread is then better than none
-            reasons.append(str(error).strip())
-    raise KernelUnavailable(f"the C++ kernels do not compile here: {_last_lines(reasons[-1])}")
+    raise KernelUnavailable(f"the C++ kernels do not compile here: {_complaints(reason)}")
 
 
 @contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """The builder calls `ninja`, which lies beside Python if pip installed it."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+def _builder_environment() -> Iterator[None]:
+    """`ninja`, which the builder calls, lies beside Python if pip installed it.
+
+    The builder's check that the compiler is the one that made torch is for C++ interfaces.
+    """
+    changes = {
+        "PATH": os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")]),
+        "TORCH_DONT_CHECK_COMPILER_ABI": "1",
+    }
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def _last_lines(text: str, count: int = 3) -> str:
-    lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
-    return " | ".join((lines or text.splitlines())[:count])
+def _complaints(text: str, count: int = 3) -> str:
+    """The compiler's first complaints, as one line."""
+    lines = [line.strip() for line in text.splitlines()]
+    complaints = list(dict.fromkeys(line for line in lines if "error:" in line.lower()))
+    return " | ".join(line[:200] for line in (complaints or lines)[:count])

@@ -4,9 +4,15 @@
 // vpermps, `dot` multiplies codes by the signed bytes of x with vpmaddubsw. Prepared x, per group:
 // int8 [4][planes][32], int32 [8] minus the lanes' sums of q, float [8] dx.
 // Called through linear.cpp; tested by tests/test_cpu_kernels.py with BONSAI_CPU_ISA=avx2.
+#include <cmath>
+#include <cstring>
+
 #include "ternary.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <cpuid.h>
+
+// after the headers: their inline functions must not be compiled for one processor alone
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
@@ -14,9 +20,6 @@
 #endif
 
 #include <immintrin.h>
-
-#include <cmath>
-#include <cstring>
 
 namespace {
 
@@ -218,11 +221,13 @@ void products(const float* a, const float* b, int64_t stride, int count, int64_t
 #endif
 
 extern "C" const Isa* bonsai_isa_avx2() {
-  static const Isa isa = {"avx2", unpack, prepared_bytes, prepare, dot, products};
+  static const Isa isa = {"avx2", unpack, prepared_bytes, prepare, dot, products, nullptr};
   __builtin_cpu_init();
-  bool is_there = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("f16c");
-  return is_there ? &isa : nullptr;
+  bool is_there = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  // clang's builtin does not know f16c
+  unsigned a, b, c, d;
+  bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return is_there && has_f16c ? &isa : nullptr;
 }
 
 #else

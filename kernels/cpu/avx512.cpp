@@ -10,9 +10,13 @@
 // Prepared x, per 256 columns: int8 [4][planes][64], byte b of part i belonging to column 4 b + i,
 // as the codes lie; int32 [16] minus the lanes' sums of q; float [16] dx of each lane's group.
 // Called through linear.cpp; tested by tests/test_cpu_kernels.py with BONSAI_CPU_ISA=avx512.
+#include <cmath>
+#include <cstring>
+
 #include "ternary.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+// after the headers: their inline functions must not be compiled for one processor alone
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,f16c,fma"))), \
@@ -22,9 +26,6 @@
 #endif
 
 #include <immintrin.h>
-
-#include <cmath>
-#include <cstring>
 
 namespace {
 

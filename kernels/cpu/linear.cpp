@@ -10,7 +10,6 @@
 // Tested by tests/test_cpu_kernels.py against float64, for every instruction set.
 #include "linear.h"
 
-#include <cstdlib>
 #include <cstring>
 
 #ifdef _OPENMP
@@ -89,8 +88,14 @@ inline const uint16_t* scales_of(const Layer& layer, int64_t row, int64_t group)
 // With one group per row both readings of a stride of 1 agree.
 inline int64_t scale_step(const Layer& layer) { return layer.scale_stride == 1 ? 0 : 1; }
 
-void unpack_row_block(const Isa& isa, const Layer& layer, int64_t row, int64_t begin, int64_t end,
-                      bool with_residual, Dtype dtype, void* dst, uint8_t* codes, float* values) {
+// Columns of a row that pass through buffers on the stack; a multiple of the group.
+constexpr int64_t kStrip = 4096;
+
+// begin is a multiple of the group; with base 3 or a residual at most kStrip columns
+void unpack_strip(const Isa& isa, const Layer& layer, int64_t row, int64_t begin, int64_t end,
+                  bool with_residual, Dtype dtype, void* dst) {
+  uint8_t codes[kStrip / 4 + 16];
+  float values[kStrip];
   const uint8_t* bytes = layer.ternary + row * layer.ternary_stride;
   if (layer.packing == kBase3) {
     base3_to_two_bit(bytes, begin, end, codes);
@@ -151,22 +156,17 @@ void bonsai_unpack(const Layer* layer, int64_t row_begin, int64_t row_end, int64
                    int32_t threads) {
   const Isa& isa = current_isa();
   const size_t element = size_of(Dtype(dtype));
-  const int64_t columns = column_end - column_begin;
+  const bool is_direct = layer->packing == kTwoBit && !with_residual;
+  const int64_t strip = is_direct ? column_end - column_begin : kStrip;
   (void)threads;
-#pragma omp parallel num_threads(threads)
-  {
-    uint8_t* codes = nullptr;
-    float* values = nullptr;
-    if (layer->packing == kBase3) codes = static_cast<uint8_t*>(std::malloc(columns / 4 + 32));
-    if (with_residual) values = static_cast<float*>(std::malloc(columns * sizeof(float)));
-#pragma omp for schedule(static)
-    for (int64_t row = row_begin; row < row_end; ++row) {
-      unpack_row_block(isa, *layer, row, column_begin, column_end, with_residual != 0,
-                       Dtype(dtype), static_cast<char*>(dst) + (row - row_begin) * ld * element,
-                       codes, values);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    char* out = static_cast<char*>(dst) + size_t((row - row_begin) * ld) * element;
+    for (int64_t begin = column_begin; begin < column_end; begin += strip) {
+      const int64_t end = column_end - begin < strip ? column_end : begin + strip;
+      unpack_strip(isa, *layer, row, begin, end, with_residual != 0, Dtype(dtype),
+                   out + size_t(begin - column_begin) * element);
     }
-    std::free(codes);
-    std::free(values);
   }
 }
 
@@ -224,12 +224,12 @@ Few::Few(const Isa& isa_, const Layer& layer_, int64_t tokens_, Dtype dtype_, in
   table_stride = size_t(num_subvectors(layer) * layer.codewords_k + 15) & ~size_t(15);
   size_t row_bytes =
       layer.packing == kBase3 ? ((size_t(layer.in_features) / 4 + 64 + 63) & ~size_t(63)) : 0;
-  char* at = static_cast<char*>(workspace);
-  at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
-  char* start = at;
+  char* start = static_cast<char*>(workspace);
+  if (start) start += -reinterpret_cast<uintptr_t>(start) & 63;
+  size_t used = 0;
   auto take = [&](size_t size) {
-    char* here = at;
-    at += (size + 63) & ~size_t(63);
+    char* here = start ? start + used : nullptr;
+    used += (size + 63) & ~size_t(63);
     return here;
   };
   prepared = take(prepared_stride * size_t(tokens));
@@ -241,7 +241,7 @@ Few::Few(const Isa& isa_, const Layer& layer_, int64_t tokens_, Dtype dtype_, in
   sums = reinterpret_cast<float*>(take(sums_stride * sizeof(float) * size_t(threads)));
   codes_stride = row_bytes;
   codes = reinterpret_cast<uint8_t*>(take(row_bytes * kRows * size_t(threads)));
-  bytes = size_t(at - start) + 64;
+  bytes = used + 64;
   for (int64_t m = 0; workspace && m < tokens; ++m) {
     pointers[m] = static_cast<char*>(prepared) + size_t(m) * prepared_stride;
   }

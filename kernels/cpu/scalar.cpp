@@ -4,6 +4,6 @@
 
 extern "C" const Isa* bonsai_isa_scalar() {
   static const Isa isa = {"scalar",       plain::unpack, plain::prepared_bytes,
-                          plain::prepare, plain::dot,    plain::products};
+                          plain::prepare, plain::dot,    plain::products, nullptr};
   return &isa;
 }

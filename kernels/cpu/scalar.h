@@ -34,8 +34,8 @@ void unpack_row(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step,
 
 inline float keep(float value) { return value; }
 
-void unpack(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step, int64_t columns,
-            Dtype dtype, void* dst) {
+inline void unpack(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step,
+                   int64_t columns, Dtype dtype, void* dst) {
   if (dtype == kFloat32) {
     unpack_row<float>(bytes, scale, scale_step, columns, static_cast<float*>(dst), keep);
   } else {
@@ -45,19 +45,19 @@ void unpack(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step, int
 }
 
 // x in whole groups, the last one filled with zeros, so that a group's loop has a fixed length
-size_t prepared_bytes(int64_t columns, int) {
+inline size_t prepared_bytes(int64_t columns, int) {
   return size_t(ceil_div(columns, kGroup) * kGroup) * sizeof(float);
 }
 
-void prepare(const float* x, int64_t columns, int, void* prepared) {
+inline void prepare(const float* x, int64_t columns, int, void* prepared) {
   std::memcpy(prepared, x, size_t(columns) * sizeof(float));
   std::memset(static_cast<float*>(prepared) + columns, 0,
               prepared_bytes(columns, 0) - size_t(columns) * sizeof(float));
 }
 
-void dot(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scale_step, int rows,
-         int64_t columns, int, const void* const* prepared, int tokens, float* y,
-         int64_t y_stride) {
+inline void dot(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scale_step,
+                int rows, int64_t columns, int, const void* const* prepared, int tokens, float* y,
+                int64_t y_stride) {
   for (int r = 0; r < rows; ++r) {
     for (int m = 0; m < tokens; ++m) y[r * y_stride + m] = 0.0f;
     for (int64_t g = 0; g * kGroup < columns; ++g) {
@@ -84,8 +84,8 @@ void dot(const uint8_t* const* bytes, const uint16_t* const* scale, int64_t scal
   }
 }
 
-void products(const float* a, const float* b, int64_t stride, int count, int64_t length,
-              float* out) {
+inline void products(const float* a, const float* b, int64_t stride, int count, int64_t length,
+                     float* out) {
   for (int i = 0; i < count; ++i) {
     const float* row = b + i * stride;
     float lanes[16] = {};
