@@ -80,6 +80,13 @@ class Method(str, Enum):
     paper = "paper"
 
 
+class Bench(str, Enum):
+    operator = "operator"
+    step = "step"
+    decode = "decode"
+    load = "load"
+
+
 class ScaleGroup(str, Enum):
     group = "128"
     channel = "channel"
@@ -480,6 +487,93 @@ def chat(
         )
 
 
+# ---------------------------------------------------------------- kernels, bench
+
+
+@app.command()
+def kernels(as_json: AsJson = False) -> None:
+    """Say which kernels work on this machine, compiling them if they were not before.
+
+    Example: bonsai-ft kernels
+    """
+    with clear_errors(TO_FLAGS):
+        from bonsai_ft.bench.kernels import kernel_summary
+
+        summary = kernel_summary()
+        show(summary, as_json, summary.text)
+
+
+@app.command()
+def bench(
+    name: Annotated[Bench, typer.Argument(metavar="NAME", help="operator, step, decode or load.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A .bonsai model or random:1b; not for operator."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns; medians are shown.")] = 5,
+    peers: Annotated[bool, typer.Option(help="Measure what else could be used as well.")] = True,
+    layers: Annotated[
+        str | None, typer.Option(help="operator: layers as INxOUT,INxOUT; default 4096x11008.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="operator: tokens.")] = "1,8,64,512,2048",
+    rows: Annotated[int, typer.Option(help="step: rows of the batch.")] = 4,
+    length: Annotated[int, typer.Option(help="step: tokens per row.")] = 256,
+    prompt: Annotated[int, typer.Option(help="decode: tokens of the short prompt.")] = 16,
+    new_tokens: Annotated[int, typer.Option(help="decode: tokens of the answer.")] = 64,
+    long_prompt: Annotated[int, typer.Option(help="decode: tokens of the long prompt.")] = 256,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default torch's.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (as training chooses), float32 or bfloat16.")
+    ] = "auto",
+    kernel: Kernel = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure packed layers here, beside what else could be used and what the machine can do.
+
+    Example: bonsai-ft bench step smollm2.bonsai
+    """
+    with clear_errors(TO_FLAGS):
+        quiet_libraries()
+        from bonsai_ft import bench as measuring
+        from bonsai_ft.config import Dtype, HardwareConfig
+        from bonsai_ft.finetune import choose_device, choose_dtype
+        from bonsai_ft.ops import check_kernel
+
+        if (model is None) != (name == Bench.operator):
+            needs = "takes no MODEL" if model else "needs a MODEL: a .bonsai file or random:1b"
+            raise ValueError(f"bench {name.value} {needs}")
+        if dtype not in [d.value for d in Dtype]:
+            raise ValueError(f"--dtype {dtype}: choose one of {', '.join(d.value for d in Dtype)}")
+        check_kernel(kernel)
+        if threads is not None:
+            _set_threads(threads)
+        hardware = HardwareConfig(dtype=Dtype(dtype))
+        device = choose_device(hardware)
+        setup = measuring.Setup(
+            kernel=kernel,
+            dtype=choose_dtype(hardware, device),
+            device=device,
+            repeats=repeats,
+            with_peers=peers,
+        )
+        if model is None:
+            report = measuring.measure_operator(
+                setup, _layers(layers or "4096x11008"), _numbers("--tokens", tokens)
+            )
+        else:
+            base = measuring.find_model(model)
+            if name == Bench.step:
+                report = measuring.measure_step(setup, base, rows=rows, length=length)
+            elif name == Bench.decode:
+                report = measuring.measure_decode(
+                    setup, base, prompt=prompt, new_tokens=new_tokens, long_prompt=long_prompt
+                )
+            else:
+                report = measuring.measure_load(setup, base)
+        result = measuring.as_json(report)
+        show(result, as_json, lambda: measuring.markdown(result))
+
+
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -515,6 +609,28 @@ def _threshold(text: str) -> float | None:
         return float(text)
     except ValueError:
         raise ValueError(f'--threshold {text}: give a number or "calibrated"') from None
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{flag} {text}: give whole numbers from 1, with commas between them")
+    return tuple(int(part) for part in parts)
+
+
+def _layers(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [layer.strip().split("x") for layer in text.split(",")]
+    if not all(len(pair) == 2 and all(p.isdecimal() and int(p) for p in pair) for pair in pairs):
+        raise ValueError(f"--layers {text}: give INxOUT, such as 4096x11008, with commas between")
+    return tuple((int(inputs), int(outputs)) for inputs, outputs in pairs)
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    if threads < 1:
+        raise ValueError(f"--threads {threads}: it must be 1 or more")
+    torch.set_num_threads(threads)
 
 
 def _open(

@@ -11,11 +11,10 @@ from bonsai_ft.bench.layers import measure_operator
 from bonsai_ft.bench.load import measure_load
 from bonsai_ft.bench.models import SHAPES, ModelShape, find_model, random_base, shape_of
 from bonsai_ft.bench.step import measure_step
-from bonsai_ft.bench.table import BENCHES, as_json, markdown
+from bonsai_ft.bench.table import as_json, markdown
 from bonsai_ft.bench.timing import Report, Setup
 
 __all__ = [
-    "BENCHES",
     "SHAPES",
     "DecodeSide",
     "KernelSummary",

@@ -1,15 +1,18 @@
 """What does one layer cost, forward and backward, from one token to thousands?
 
-Forward is the layer alone. Forward and backward is what a training step does with it: gradients for
-x, the LoRA matrices and (ours) the codebooks, never for the weight. All sides have LoRA of the same
-rank. The limit is the time of the dense products at the measured GEMM rate, or of reading our
-packed bytes at the measured copy bandwidth, whichever is longer.
+Forward is the layer alone. Its calls go round so many copies of the layer that the weights come
+from memory and not from a cache, as they do in a model. Forward and backward is what a training
+step does with the layer: gradients for x, the LoRA matrices and (ours) the codebooks, never for the
+weight; all sides have LoRA of the same rank. The limit is the time of the dense products at the
+measured GEMM rate, or of reading our packed bytes at the measured copy bandwidth, whichever is
+longer.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -39,6 +42,10 @@ RANK, ALPHA = 8, 16
 LAYERS = ((2048, 8192), (4096, 11008), (4096, 14336), (5120, 17408))
 TOKENS = (1, 8, 64, 512, 2048)
 LINEAR, NF4 = "nn.Linear", "bitsandbytes NF4"
+# What bitsandbytes rearranges a layer into when it infers on a CPU.
+NF4_INPUTS, NF4_OUTPUTS = 64, 32
+# Weights that a side's forward calls go round, more than a cache holds, unless layers are tiny.
+COLD_BYTES, MOST_COPIES = 512 << 20, 256
 # A turn of a short call lasts at least this long.
 TURN_SECONDS = 0.05
 
@@ -84,7 +91,7 @@ class _Holder(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    plain: nn.Module
+    plain: list[nn.Module]
     training: nn.Module
     trainable: list[nn.Parameter]
 
@@ -94,6 +101,7 @@ def measure_operator(
     layers: tuple[tuple[int, int], ...] = LAYERS,
     tokens: tuple[int, ...] = TOKENS,
     turn_seconds: float = TURN_SECONDS,
+    cold_bytes: int = COLD_BYTES,
 ) -> Report:
     """Every layer (in, out) at every number of tokens."""
     about = machine(setup)
@@ -101,7 +109,7 @@ def measure_operator(
     rows, notes = [], []
     for in_features, out_features in layers:
         weight = random_weight(out_features, in_features, torch.Generator().manual_seed(0))
-        sides, codebook, missing = _sides(weight, setup)
+        sides, codebook, missing = _sides(weight, setup, cold_bytes)
         notes += [note for note in missing if note not in notes]
         for count in tokens:
             rows += _rows(weight, sides, codebook, count, limits, setup, turn_seconds)
@@ -123,14 +131,20 @@ def measure_operator(
 
 
 def _sides(
-    weight: TernaryWeight, setup: Setup
+    weight: TernaryWeight, setup: Setup, cold_bytes: int
 ) -> tuple[dict[str, _Side], list[nn.Parameter], list[str]]:
     """Ours and the peers, our codebooks, and which peers are missing."""
 
     def ternary() -> TernaryLinear:
-        layer = TernaryLinear(weight)
+        layer = TernaryLinear(_copy(weight))
         layer.kernel = setup.kernel
         return layer.to(setup.device).requires_grad_(False)
+
+    def copies(make: Callable[[], nn.Module]) -> list[nn.Module]:
+        first = make().eval()
+        size = sum(p.nbytes for p in first.parameters())
+        more = min(cold_bytes // size, MOST_COPIES)
+        return [first, *(make().eval() for _ in range(more))]
 
     adapted = _Holder(ternary())
     config = TernaryLoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["layer"])
@@ -138,7 +152,7 @@ def _sides(
     adapted.to(setup.device)
     groups = trainable_groups(adapted)
     trainable = [p for p in adapted.parameters() if p.requires_grad]
-    sides = {OURS: _Side(plain=ternary(), training=adapted, trainable=trainable)}
+    sides = {OURS: _Side(plain=copies(ternary), training=adapted, trainable=trainable)}
     notes: list[str] = []
     if not setup.with_peers:
         return sides, groups["codebook"], notes
@@ -149,15 +163,32 @@ def _sides(
         inner = make(dense, None)
         training = _WithLora(inner, weight.in_features, weight.out_features, dense)
         sides[name] = _Side(
-            plain=make(dense, None).eval(), training=training, trainable=[training.a, training.b]
+            plain=copies(lambda: make(dense.clone(), None)),
+            training=training,
+            trainable=[training.a, training.b],
         )
 
     add(LINEAR, plain_linear)
+    if weight.in_features % NF4_INPUTS or weight.out_features % NF4_OUTPUTS:
+        notes.append(
+            f"without {NF4} for {weight.in_features}x{weight.out_features}: on a CPU it needs "
+            f"multiples of {NF4_INPUTS} and {NF4_OUTPUTS}"
+        )
+        return sides, groups["codebook"], notes
     try:
         add(NF4, nf4_linear)
     except ImportError as error:
         notes.append(f"without {NF4}: {error}")
     return sides, groups["codebook"], notes
+
+
+def _copy(weight: TernaryWeight) -> TernaryWeight:
+    return TernaryWeight.from_tensors(
+        {suffix: tensor.clone() for suffix, tensor in weight.tensors().items()},
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        packing=weight.packing,
+    )
 
 
 def _rows(
@@ -185,11 +216,16 @@ def _rows(
         for codebook in codebooks:
             codebook.requires_grad_(True)
 
+    def next_layer(layers: Iterator[nn.Module]) -> None:
+        next(layers)(x)
+
     def timed(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
         return alternate(calls, repeats=setup.repeats, device=setup.device, at_least=turn_seconds)
 
     with torch.inference_mode():
-        forward = timed({name: partial(side.plain, x) for name, side in sides.items()})
+        forward = timed(
+            {name: partial(next_layer, cycle(side.plain)) for name, side in sides.items()}
+        )
     both = timed(
         {name: partial(step, side) for name, side in sides.items()}
         | {"frozen codebooks": frozen_step}

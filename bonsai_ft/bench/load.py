@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bonsai_ft.api import load_model
 from bonsai_ft.bench.models import float_copy
@@ -30,7 +30,10 @@ from bonsai_ft.bench.timing import (
     rounded,
     run_child,
     spread,
+    synchronise,
 )
+from bonsai_ft.format import open_bonsai
+from bonsai_ft.quantize.architecture import build_empty, config_from_dict
 
 UNVERIFIED, PEER = "bonsai_ft, verify=False", "transformers"
 BLOCK_BYTES = 1 << 20
@@ -125,31 +128,25 @@ def load_once(*, side: str, path: str, dtype: str, device: str, kernel: str) -> 
     files = _weight_files(Path(path))
     read_seconds = _pass(files, lambda block: None)
     hash_seconds = _pass(files, hashlib.sha256().update)
-    loader: Callable[[], Any]
-    if side == PEER:
-        chosen = getattr(torch, dtype)
+    # the architecture's code is imported by whoever comes first, and is no part of loading
+    build_empty(_config(Path(path)), torch.bfloat16)
 
-        def loader() -> Any:
+    def load() -> Any:
+        if side == PEER:
+            chosen = getattr(torch, dtype)
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=chosen)
             return model.to(device)
-
-        # imports of the first construction are no part of any side
-        AutoModelForCausalLM._model_mapping.keys()
-    else:
-        is_verified = side == OURS
-
-        def loader() -> Any:
-            return load_model(
-                path, dtype=dtype, device_map=device, verify=is_verified, kernel=kernel
-            )
+        return load_model(path, dtype=dtype, device_map=device, verify=side == OURS, kernel=kernel)
 
     before = memory_of(device).get("resident")
     started = time.perf_counter()
-    model = loader()
+    model = load()
+    synchronise(device)
     seconds = time.perf_counter() - started
     after = memory_of(device).get("resident")
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    synchronise(device)
     first_token = time.perf_counter() - started
     used = memory_of(device).get("resident")
     known = before is not None and after is not None and used is not None
@@ -161,6 +158,13 @@ def load_once(*, side: str, path: str, dtype: str, device: str, kernel: str) -> 
         "resident": after - before if known else None,  # type: ignore[operator]
         "used": used - before if known else None,  # type: ignore[operator]
     }
+
+
+def _config(path: Path) -> Any:
+    if path.is_dir():
+        return AutoConfig.from_pretrained(path)
+    with open_bonsai(path, verify=False) as file:
+        return config_from_dict(file.config["model"])
 
 
 def _pass(files: list[Path], use: Callable[[memoryview], object]) -> float:

@@ -55,7 +55,8 @@ def _plain(value: Any) -> str:
 
 
 def _operator(report: Json) -> tuple[list[str], list[list[str]]]:
-    peers = [name for name in report["rows"][0]["milliseconds"] if name != OURS]
+    # a layer may lack a peer that others have
+    peers = list(dict.fromkeys(n for row in report["rows"] for n in row["ratios"]))
     header = ["layer (in x out)", "tokens", "work", "ours ms", "limit ms", "packed GB/s"]
     for peer in peers:
         header += [f"{peer} ms", "ours / it"]
@@ -66,7 +67,7 @@ def _operator(report: Json) -> tuple[list[str], list[list[str]]]:
         cells += [_number(row["milliseconds"][OURS]), _number(row["limit_milliseconds"])]
         cells.append(_number(row["packed_gb_per_second"]))
         for peer in peers:
-            cells += [_number(row["milliseconds"][peer]), _ratio(row["ratios"][peer])]
+            cells += [_number(row["milliseconds"].get(peer)), _ratio(row["ratios"].get(peer))]
         share = row["codebook_share"]
         cells.append(NOTHING if share is None else f"{100 * share:.1f}%")
         rows.append(cells)
@@ -137,13 +138,26 @@ def _load(report: Json) -> tuple[list[str], list[list[str]]]:
     ]
 
 
+def _profile(report: Json) -> tuple[list[str], list[list[str]]]:
+    header = ["operation", "calls", "ms", "share"]
+    return header, [
+        [
+            row["operation"],
+            f"{row['calls']:,}",
+            _number(row["milliseconds"]),
+            f"{100 * row['share']:.1f}%",
+        ]
+        for row in report["rows"]
+    ]
+
+
 _TABLES: dict[str, Callable[[Json], tuple[list[str], list[list[str]]]]] = {
     "operator": _operator,
     "step": _step,
     "decode": _decode,
     "load": _load,
+    "profile": _profile,
 }
-BENCHES = tuple(_TABLES)
 
 
 def _number(value: float | None) -> str:
