@@ -1,4 +1,4 @@
-// Do the functions of kernels/cpu compute what double precision does, on every instruction set here?
+// Do the functions of kernels/cpu compute what double precision does, on every instruction set?
 //
 // A program of its own, so that it can be built with sanitizers and run under an emulator:
 //   c++ -std=c++17 -O3 -I kernels/cpu tests/cpu_driver.cpp kernels/cpu/*.cpp && ./a.out [name]

@@ -97,7 +97,8 @@ def _build(path: Path) -> ctypes.CDLL:
         raise KernelUnavailable(
             f"another process has been compiling into {folder} for {LOCK_SECONDS} s"
         ) from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
+        # the second is what filelock raises on a file system that has no locks
         raise KernelUnavailable(f"{path} cannot be made or loaded ({error})") from error
 
 
