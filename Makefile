@@ -1,12 +1,13 @@
 # make train   set up .venv, then fine-tune SmolLM2-135M on the bundled Chinese set (under 15 minutes on 2 cores)
 # make test    set up .venv, then lint, types and the whole test suite
 # make fast    the fast tests only
+# make gpu-check   on a machine with an NVIDIA GPU: its tests and benchmark; installs nothing
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test fast lint setup setup-dev clean
+.PHONY: train test fast lint gpu-check setup setup-dev clean
 
 train: setup
 	$(BIN)/python train.py recipe=alpaca_cn $(ARGS)
@@ -16,6 +17,9 @@ test: setup-dev lint
 
 fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+gpu-check:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,19 +1,39 @@
 """Do the CUDA sources compile for every architecture without spills, once, and from the cache?"""
 
+import ctypes
 import logging
 import multiprocessing
+import os
 import re
+import signal
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bonsai_ft.ops import nvrtc
+from bonsai_ft.ops import cuda_kernels, nvrtc
 from bonsai_ft.ops.nvrtc import cache_key, compile_source, kernel_folder, load_cubin
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 SOURCES = sorted(path.name for path in kernel_folder().glob("*.cu"))
-# Every kernel is launched with at most 256 threads, and a multiprocessor has 65,536 registers.
-MOST_REGISTERS = 255
+TYPES = ("bf16", "f16", "f32")
+# The kernels of each file, without their types, and the threads that each is launched with.
+KERNELS = {
+    "codebook_gradient.cu": {"sum_by_code": cuda_kernels.SUM_THREADS},
+    "dequantize.cu": {"dequantize": cuda_kernels.DEQUANTIZE_THREADS},
+    "linear_small.cu": {
+        "prepare": cuda_kernels.PREPARE_THREADS,
+        **{
+            f"linear{tokens}_{packing}": cuda_kernels.LINEAR_THREADS
+            for tokens in (8, 16)
+            for packing in cuda_kernels.PACKINGS
+        },
+    },
+}
+# What one block can have.
+MOST_REGISTERS = 65_536
 MOST_SHARED_BYTES = 48 << 10
 
 SMALL = """
@@ -85,14 +105,15 @@ def test_every_kernel_compiles_for_the_oldest_architecture(source):
 def check_resources(source, architecture):
     compiled = compile_source(source, architecture)
     assert compiled.cubin[:4] == b"\x7fELF"
-    kernels = re.findall(r"(?:^|[(, ])(\w+_(?:bf16|f16|f32))\b", compiled.log)
+    threads = {f"{name}_{t}": n for name, n in KERNELS[source].items() for t in TYPES}
     found = resources(compiled.log)
-    assert found, compiled.log
-    assert set(kernels) <= set(found)
+    assert set(found) == set(threads), compiled.log
     for name, used in found.items():
+        # the log is about what is in the machine code
+        assert f".text.{name}\0".encode() in compiled.cubin
         assert used["spills"] == 0, (name, used)
         assert used["stack"] == 0, (name, used)
-        assert used["registers"] <= MOST_REGISTERS, (name, used)
+        assert 0 < used["registers"] * threads[name] <= MOST_REGISTERS, (name, used)
         assert used["shared"] <= MOST_SHARED_BYTES, (name, used)
 
 
@@ -149,12 +170,28 @@ def test_a_cache_that_cannot_be_written_to_is_said_and_not_needed(
     monkeypatch.setenv("BONSAI_FT_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, logger="bonsai_ft.ops.nvrtc"):
         assert load_cubin("small.cu", "sm_80", folder)[:4] == b"\x7fELF"
-    assert "without keeping it" in caplog.text
+        assert load_cubin("small.cu", "sm_80", folder)[:4] == b"\x7fELF"
+    assert caplog.text.count("without keeping them") == 1
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "no"), NotImplementedError("no locks")])
+def test_a_file_system_without_locks_will_do(folder, monkeypatch, error):
+    def refuse(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(nvrtc, "FileLock", refuse)
+    assert load_cubin("small.cu", "sm_80", folder)[:4] == b"\x7fELF"
+
+
+def test_an_entry_that_cannot_be_opened_is_compiled_anew(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(nvrtc, "_read", refuse)
+    assert load_cubin("small.cu", "sm_80", folder)[:4] == b"\x7fELF"
 
 
 def _compile_and_count(folder, cache, barrier, results):
-    import os
-
     os.environ["BONSAI_FT_CACHE"] = str(cache)
     real, calls = nvrtc.compile_source, []
     nvrtc.compile_source = lambda *args: calls.append(1) or real(*args)
@@ -174,6 +211,30 @@ def test_two_processes_compile_once(folder, tmp_path):
     for worker in workers:
         worker.join()
     assert sum(counts) == 1
+
+
+def _hold(path, started):
+    with nvrtc.FileLock(path):
+        started.set()
+        threading.Event().wait()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs a signal that cannot be caught")
+def test_a_lock_does_not_outlive_its_holder(folder, tmp_path, monkeypatch):
+    load_cubin("small.cu", "sm_80", folder)
+    [path] = (tmp_path / "cache").rglob("small.cubin")
+    path.unlink()
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    holder = context.Process(target=_hold, args=(path.with_suffix(".lock"), started))
+    holder.start()
+    assert started.wait(120)
+    holder.kill()
+    holder.join()
+    monkeypatch.setattr(nvrtc, "LOCK_SECONDS", 60)
+    load_cubin("small.cu", "sm_80", folder)
+    # kept: the lock was taken, not given up
+    assert path.is_file()
 
 
 def test_a_lock_held_too_long_is_not_waited_for(folder, tmp_path, monkeypatch, caplog):
@@ -213,4 +274,221 @@ def test_the_missing_extra_is_named(monkeypatch):
 
 def test_the_sources_are_complete():
     assert (kernel_folder() / "device.cuh").is_file()
-    assert len(SOURCES) >= 3
+    assert sorted(KERNELS) == SOURCES
+
+
+# Launches, on a GPU that only writes down what it is asked for
+
+
+class PretendedGpu:
+    """Stands for cuda-core and for torch.cuda; `asked` is what they were asked to do."""
+
+    LEGACY_DEFAULT_STREAM = "default stream"
+
+    def __init__(self):
+        self.asked = []
+        self.stream = 0
+        self.is_capturing = False
+        self.ObjectCode = SimpleNamespace(from_cubin=self.from_cubin)
+        self.Stream = SimpleNamespace(from_handle=lambda handle: f"stream {handle}")
+
+    def Device(self, index):
+        return SimpleNamespace(set_current=lambda: self.asked.append(("context", index)))
+
+    def LaunchConfig(self, **config):
+        return config
+
+    def from_cubin(self, cubin, name):
+        self.asked.append(("load", name, cubin))
+        return self
+
+    def get_kernel(self, name):
+        if name == "unknown":
+            raise KeyError("CUDA_ERROR_NOT_FOUND")
+        return f"kernel {name}"
+
+    def launch(self, *what):
+        self.asked.append(("launch", *what))
+
+    def count(self, what):
+        return sum(one[0] == what for one in self.asked)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    pretended = PretendedGpu()
+
+    def stream(index):
+        return SimpleNamespace(cuda_stream=pretended.stream + index)
+
+    for name, value in {
+        "device": lambda index: nullcontext(),
+        "current_device": lambda: 0,
+        "current_stream": stream,
+        "is_current_stream_capturing": lambda: pretended.is_capturing,
+        "get_device_capability": lambda index: (9, index),
+        "get_device_name": lambda index: "a card",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(nvrtc, "_core", lambda: pretended)
+    monkeypatch.setattr(nvrtc, "load_cubin", lambda source, architecture: architecture)
+    return pretended
+
+
+def launch(launcher, kernel="twice", arguments=(), index=0):
+    device = torch.device("cuda", index)
+    launcher.launch("small.cu", kernel, (2, 3, 1), 64, arguments, device, 128)
+
+
+def test_a_launch_goes_to_the_current_stream_of_its_device(gpu):
+    launcher = nvrtc.NvrtcLauncher()
+    launch(launcher)
+    gpu.stream = 40
+    launch(launcher, index=1)
+    config = {"grid": (2, 3, 1), "block": 64, "shmem_size": 128}
+    launches = [one for one in gpu.asked if one[0] == "launch"]
+    assert launches == [
+        ("launch", "default stream", config, "kernel twice"),
+        ("launch", "stream 41", config, "kernel twice"),
+    ]
+
+
+def test_every_device_gets_machine_code_of_its_own_once(gpu):
+    launcher = nvrtc.NvrtcLauncher()
+    for index in (0, 1, 0, 1):
+        launch(launcher, index=index)
+        launch(launcher, "thrice", index=index)
+    assert [one for one in gpu.asked if one[0] == "load"] == [
+        ("load", "small.cu", "sm_90"),
+        ("load", "small.cu", "sm_91"),
+    ]
+    assert gpu.count("launch") == 8
+
+
+def test_arguments_are_addresses_and_numbers(gpu):
+    x = torch.zeros(4)
+    launch(nvrtc.NvrtcLauncher(), arguments=(x[1:], 5, True, 0.5))
+    address, number, truth, real = gpu.asked[-1][-4:]
+    assert address == x.data_ptr() + 4
+    # cuda-core would pass a bool as one byte
+    assert (type(number), type(truth)) == (int, int)
+    assert isinstance(real, ctypes.c_float)
+    assert real.value == 0.5
+
+
+def test_cuda_core_passes_an_int_as_64_bits():
+    from cuda.core._kernel_arg_handler import ParamHolder
+
+    values = (5, -3, 1 << 62)
+    held = ParamHolder(values)
+    addresses = ctypes.cast(held.ptr, ctypes.POINTER(ctypes.c_void_p))
+    for i, value in enumerate(values):
+        assert ctypes.c_int64.from_address(addresses[i]).value == value
+
+
+def test_every_thread_gets_a_context_before_its_first_launch(gpu):
+    launcher = nvrtc.NvrtcLauncher()
+    launch(launcher)
+    launch(launcher)
+    assert gpu.asked[0] == ("context", 0)
+    assert gpu.count("context") == 1
+    thread = threading.Thread(target=launch, args=(launcher,))
+    thread.start()
+    thread.join()
+    assert gpu.count("context") == 2
+    assert gpu.count("launch") == 3
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(gpu):
+    launcher = nvrtc.NvrtcLauncher()
+    gpu.is_capturing = True
+    with pytest.raises(RuntimeError, match=r"small\.cu would have to be compiled .* run the model"):
+        launch(launcher)
+    assert gpu.count("load") == 0
+    gpu.is_capturing = False
+    launch(launcher)
+    gpu.is_capturing = True
+    launch(launcher)
+    assert gpu.count("launch") == 2
+
+
+def test_a_kernel_that_is_not_there_is_named_with_its_file(gpu):
+    launcher = nvrtc.NvrtcLauncher()
+    with pytest.raises(RuntimeError, match=r"small\.cu has no kernel unknown .*a card.*NOT_FOUND"):
+        launch(launcher, "unknown")
+
+
+# Launches on a GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+
+
+@pytest.fixture
+def doubling(folder, monkeypatch):
+    """`doubling(x)` enqueues the doubling of up to 1024 elements."""
+    monkeypatch.setattr(nvrtc, "kernel_folder", lambda: folder)
+    launcher = nvrtc.NvrtcLauncher()
+
+    def double(x):
+        launcher.launch("small.cu", "twice", (1, 1, 1), x.numel(), (x,), x.device)
+
+    return double
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_every_device_of_this_machine_runs_a_kernel(doubling):
+    for index in range(torch.cuda.device_count()):
+        x = torch.ones(100, device=f"cuda:{index}")
+        doubling(x)
+        assert x.eq(2).all()
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_a_kernel_waits_for_its_own_stream_alone(doubling):
+    x = torch.ones(100, device="cuda")
+    doubling(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3)
+        doubling(x)
+    stream.synchronize()
+    assert x.eq(6).all()
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_a_captured_kernel_runs_at_every_replay(doubling):
+    x = torch.ones(100, device="cuda")
+    doubling(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubling(x)
+    assert x.eq(2).all()
+    for _ in range(3):
+        graph.replay()
+    assert x.eq(16).all()
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_a_fresh_thread_can_launch(doubling):
+    x = torch.ones(100, device="cuda")
+    failures = []
+
+    def run():
+        try:
+            doubling(x)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failures
+    torch.cuda.synchronize()
+    assert x.eq(2).all()

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,14 +67,12 @@ def compile_source(source: str, architecture: str, folder: Path | None = None) -
 
 
 def cache_key(architecture: str, folder: Path | None = None) -> str:
-    """Changes with every file of kernels/cuda, the options, the architecture and the version."""
-    from cuda.bindings import nvrtc
-
+    """Changes with every file of kernels/cuda, the options, the architecture and NVRTC."""
     folder = folder or kernel_folder()
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (OPTIONS, architecture, nvrtc.nvrtcVersion()[1:]):
+    for part in (OPTIONS, architecture, _nvrtc_version()):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -82,27 +81,35 @@ def load_cubin(source: str, architecture: str, folder: Path | None = None) -> by
     """Machine code from the cache, or compiled now and kept.
 
     Without a folder to write to, or if another process holds it too long, it is compiled for this
-    process alone, and a warning says so.
+    process alone, and a warning says so once.
     """
     key = cache_key(architecture, folder)
     path = cache_folder() / "kernels" / f"cuda-{architecture}-{key}" / f"{source}bin"
-    cubin = _read(path)
-    if cubin is not None:
-        return cubin
+    cubin = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
-            cubin = _read(path)
-            if cubin is None:
-                cubin = compile_source(source, architecture, folder).cubin
-                _write(path, cubin)
-            return cubin
+        cubin = _read(path)
+        if cubin is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # the system's own lock: it does not outlive the process that holds it
+            with FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
+                # another process may have made it while this one waited
+                cubin = _read(path)
+                if cubin is None:
+                    cubin = compile_source(source, architecture, folder).cubin
+                    _write(path, cubin)
+        return cubin
     except Timeout:
         reason = f"another process has held it for {LOCK_SECONDS} s"
-    except OSError as error:
-        reason = str(error)
-    _log.warning("compiled %s without keeping it in %s: %s", source, path.parent, reason)
-    return compile_source(source, architecture, folder).cubin
+    except (OSError, NotImplementedError) as error:
+        # the second is what filelock raises on a file system that has no locks
+        reason = getattr(error, "strerror", None) or str(error)
+    _say_once(f"compiling CUDA kernels without keeping them in {path.parent}: {reason}")
+    return cubin or compile_source(source, architecture, folder).cubin
+
+
+@lru_cache(maxsize=64)
+def _say_once(message: str) -> None:
+    _log.warning(message)
 
 
 def _read(path: Path) -> bytes | None:
@@ -127,13 +134,18 @@ def _write(path: Path, cubin: bytes) -> None:
 
 
 class NvrtcLauncher:
-    """The `Launcher` of a machine with a GPU. Raises ImportError without the extra `cuda`."""
+    """The `Launcher` of a machine with a GPU. Raises ImportError without the extra `cuda`.
+
+    A kernel is compiled and loaded when it is first launched; from then on a launch only enqueues,
+    and may be captured in a CUDA graph.
+    """
 
     def __init__(self) -> None:
         self._core = _core()
         self._kernels: dict[tuple[int, str, str], Any] = {}
         self._codes: dict[tuple[int, str], Any] = {}
         self._streams: dict[int, Any] = {0: self._core.LEGACY_DEFAULT_STREAM}
+        self._thread = threading.local()
 
     def launch(
         self,
@@ -147,8 +159,9 @@ class NvrtcLauncher:
     ) -> None:
         """As `Launcher.launch` says."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        # makes the device's context current; costs little where it is already
         with torch.cuda.device(index):
+            if not hasattr(self._thread, "has_context"):
+                self._enter_thread(index)
             function = self._kernels.get((index, source, kernel))
             if function is None:
                 function = self._load(index, source, kernel)
@@ -157,14 +170,17 @@ class NvrtcLauncher:
                 self._stream(torch.cuda.current_stream(index).cuda_stream),
                 config,
                 function,
-                *map(_packed, arguments),
+                *[_packed(argument) for argument in arguments],
             )
 
-    def warm(self, source: str, kernel: str, device: torch.device) -> None:
-        """Compiles and loads a kernel, so that launching it only enqueues."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        with torch.cuda.device(index):
-            self._load(index, source, kernel)
+    def _enter_thread(self, index: int) -> None:
+        """Makes the device's context current in a thread that launches for the first time.
+
+        torch does not where the device is the one that the runtime would take anyway, such as
+        device 0 in a thread of autograd's, and the driver would refuse the launch.
+        """
+        self._core.Device(index).set_current()
+        self._thread.has_context = True
 
     def _load(self, index: int, source: str, kernel: str) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -176,7 +192,13 @@ class NvrtcLauncher:
             major, minor = torch.cuda.get_device_capability(index)
             cubin = load_cubin(source, f"sm_{major}{minor}")
             self._codes[index, source] = self._core.ObjectCode.from_cubin(cubin, name=source)
-        function = self._codes[index, source].get_kernel(kernel)
+        try:
+            function = self._codes[index, source].get_kernel(kernel)
+        except Exception as error:
+            raise RuntimeError(
+                f"{source} has no kernel {kernel} that {torch.cuda.get_device_name(index)} can "
+                f"load: {error}; NVRTC {_nvrtc_version()} needs a driver of the same major version"
+            ) from error
         self._kernels[index, source, kernel] = function
         return function
 
@@ -189,11 +211,17 @@ class NvrtcLauncher:
 
 
 def _packed(argument: Argument) -> Any:
+    # cuda-core passes a Python int as 64 bits, several times faster than a ctypes object
     if isinstance(argument, Tensor):
-        return ctypes.c_int64(argument.data_ptr())
-    if isinstance(argument, int):
-        return ctypes.c_int64(argument)
-    return ctypes.c_float(argument)
+        return argument.data_ptr()
+    return ctypes.c_float(argument) if isinstance(argument, float) else int(argument)
+
+
+def _nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
 
 
 @lru_cache(maxsize=1)
