@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bonsai_ft.ops import reference
-from bonsai_ft.ops.cpu_build import KernelUnavailable
+from bonsai_ft.ops.sources import KernelUnavailable
 
 KERNELS = ("auto", "reference", "cpu", "cuda")
 COMPILED = ("cpu", "cuda")

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bonsai_ft.ops.sources import KernelUnavailable, source_key
 from bonsai_ft.resources import cache_folder, resource
 
 LOCK_SECONDS = 600
@@ -26,28 +27,19 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno")
 THREAD_FLAGS = ("-fopenmp",)
 
 
-class KernelUnavailable(RuntimeError):
-    """The compiled kernels cannot be had here; the message says why."""
-
-
 def sources() -> list[Path]:
     return sorted(resource("kernels").joinpath("cpu").glob("*.cpp"))
 
 
 def library_key() -> str:
     """Changes with the sources, the flags, the processor's family and the system."""
-    digest = hashlib.sha256()
-    folder = resource("kernels") / "cpu"
-    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (*FLAGS, *THREAD_FLAGS, platform.machine(), sys.platform):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
+    parts = (*FLAGS, *THREAD_FLAGS, platform.machine(), sys.platform)
+    return source_key(resource("kernels") / "cpu", (".cpp", ".h"), parts)
 
 
 def library_path() -> Path:
     key = library_key()
-    return cache_folder(None) / "kernels" / f"cpu-{key}" / f"bonsai_cpu_{key}.so"
+    return cache_folder() / "kernels" / f"cpu-{key}" / f"bonsai_cpu_{key}.so"
 
 
 def load_library() -> ctypes.CDLL:

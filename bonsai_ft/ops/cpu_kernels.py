@@ -22,7 +22,8 @@ from torch import Tensor
 
 from bonsai_ft.format.packing import GROUP, code_bits
 from bonsai_ft.ops import reference
-from bonsai_ft.ops.cpu_build import KernelUnavailable, load_library
+from bonsai_ft.ops.cpu_build import load_library
+from bonsai_ft.ops.sources import PACKINGS, KernelUnavailable
 
 # Tokens up to which the fused pass is faster than decoding a block and multiplying by it: beside
 # bfloat16 products, and beside those of other dtypes. Measured on layers of 576 to 4096, 1 thread;
@@ -34,7 +35,6 @@ BLOCK = 512
 BLOCK_BYTES = 4 << 20
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PACKINGS = {"2bit": 0, "base3": 1}
 
 
 class Layer(ctypes.Structure):
@@ -87,6 +87,10 @@ def library() -> Library:
         layer, i32, address, i64, address, i64, i64, address, i32,
     ]  # fmt: skip
     functions.bonsai_codeword_gradient.restype = None
+    functions.bonsai_dropout.argtypes = [
+        address, i64, i32, ctypes.c_uint64, ctypes.c_float, address, i32,
+    ]  # fmt: skip
+    functions.bonsai_dropout.restype = None
     wanted = os.environ.get("BONSAI_CPU_ISA", "auto")
     chosen = functions.bonsai_choose_isa(wanted.encode())
     if chosen is None:
@@ -115,7 +119,7 @@ def layer_of(
     packing: str,
 ) -> tuple[Layer, tuple[Tensor, ...]]:
     """The C view of a packed weight, and the tensors that must outlive it."""
-    ternary, scale = _rows(ternary), _rows(scale)
+    ternary, scale = ternary.contiguous(), scale.contiguous()
     kept = [ternary, scale]
     layer = Layer(
         ternary=ternary.data_ptr(),
@@ -127,17 +131,13 @@ def layer_of(
         packing=PACKINGS[packing],
     )
     if codes is not None and codewords is not None:
-        codes, codewords = _rows(codes), codewords.to(torch.float32).contiguous()
+        codes, codewords = codes.contiguous(), codewords.to(torch.float32).contiguous()
         kept += [codes, codewords]
         layer.codes, layer.codewords = codes.data_ptr(), codewords.data_ptr()
         layer.codes_stride = codes.stride(0)
         layer.codewords_k, layer.codewords_dim = codewords.shape[1:]
         layer.code_bits = code_bits(codewords.shape[1])
     return layer, tuple(kept)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 _local = threading.local()
@@ -225,7 +225,7 @@ def _many(layer: Layer, x: Tensor, y: Tensor, codewords: Tensor | None) -> None:
         columns = (0, layer.in_features)
         _unpack(layer, weight, (begin, end), columns, codewords is not None and not appended)
         if appended:
-            _one_hot(layer, weight[:, layer.in_features :], (begin, end), (0, None))
+            _one_hot(layer, weight[:, layer.in_features :], (begin, end))
         torch.mm(x, weight[: end - begin].T, out=result[:, begin:end])
     if result is not y:
         y.copy_(result)
@@ -270,17 +270,13 @@ def _unpack(
     )
 
 
-def _one_hot(
-    layer: Layer, z: Tensor, rows: tuple[int, int], subvectors: tuple[int, int | None]
-) -> None:
-    first, last = subvectors
-    if last is None:
-        last = reference.num_subvectors(layer.in_features, layer.codewords_dim)
+def _one_hot(layer: Layer, z: Tensor, rows: tuple[int, int]) -> None:
+    """Z of these rows, all sub-vectors."""
     library().functions.bonsai_one_hot(
         layer,
         *rows,
-        first,
-        last,
+        0,
+        reference.num_subvectors(layer.in_features, layer.codewords_dim),
         DTYPES[z.dtype],
         z.data_ptr(),
         z.stride(0),
@@ -343,7 +339,7 @@ def _segment_sums(layer: Layer, dy: Tensor) -> Tensor:
     count = reference.num_subvectors(layer.in_features, layer.codewords_dim)
     width = count * layer.codewords_k
     z = workspace(layer.out_features * width, dy.dtype).view(layer.out_features, width)
-    _one_hot(layer, z, (0, layer.out_features), (0, count))
+    _one_hot(layer, z, (0, layer.out_features))
     return dy @ z
 
 
@@ -358,7 +354,7 @@ def _input_gradient(
     """dx = D C + dy (S*T), a block of columns at a time."""
     rows = layer.out_features
     block = _block_size(layer.in_features, rows, dy.dtype.itemsize)
-    weight = workspace(rows * block, dy.dtype).view(-1)
+    weight = workspace(rows * block, dy.dtype)
     for begin in range(0, layer.in_features, block):
         end = min(begin + block, layer.in_features)
         part = weight[: rows * (end - begin)].view(rows, end - begin)

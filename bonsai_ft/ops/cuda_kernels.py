@@ -25,8 +25,8 @@ from torch import Tensor
 
 from bonsai_ft.format.packing import GROUP, code_bits
 from bonsai_ft.ops import reference
-from bonsai_ft.ops.cpu_build import KernelUnavailable
 from bonsai_ft.ops.launch import Argument, Launcher
+from bonsai_ft.ops.sources import PACKINGS, KernelUnavailable
 
 # Up to here the fused pass: a block's way through memory in 16 bits takes as long as about 190
 # tokens on the tensor cores, and cuBLAS itself is bound by memory for as many. Beyond 64 the fused
@@ -39,7 +39,6 @@ FEW_TOKENS_SHORT_CODEWORDS = 16
 WORKSPACE_BYTES = 16 << 20
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-PACKINGS = {"2bit": 0, "base3": 1}
 # bf16 terms that carry the whole of one input
 TERMS = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 3}
 

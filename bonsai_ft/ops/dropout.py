@@ -4,8 +4,6 @@ Random numbers are what dropout costs on a CPU, and its mask is what it costs in
 mask is a function of (seed, element): backward, and a checkpointed forward, make it again.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -25,18 +23,17 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     The gradient is the same function of the gradient.
     """
     x = x.contiguous()
-    if x.device.type != "cpu" or x.dtype not in DTYPES or choose_kernel("auto") != "cpu":
+    if x.dtype not in DTYPES or choose_kernel("auto", x.device.type) != "cpu":
         return _reference(x, p, seed)
     out = torch.empty_like(x)
-    functions = library().functions
-    functions.bonsai_dropout(
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_int64(x.numel()),
-        ctypes.c_int32(DTYPES[x.dtype]),
-        ctypes.c_uint64(seed),
-        ctypes.c_float(p),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int32(torch.get_num_threads()),
+    library().functions.bonsai_dropout(
+        x.data_ptr(),
+        x.numel(),
+        DTYPES[x.dtype],
+        seed,
+        p,
+        out.data_ptr(),
+        torch.get_num_threads(),
     )
     return out
 

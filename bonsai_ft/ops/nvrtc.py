@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from bonsai_ft.ops.launch import Argument
+from bonsai_ft.ops.sources import source_key
 from bonsai_ft.resources import cache_folder, resource
 
 LOCK_SECONDS = 300
@@ -68,13 +69,8 @@ def compile_source(source: str, architecture: str, folder: Path | None = None) -
 
 def cache_key(architecture: str, folder: Path | None = None) -> str:
     """Changes with every file of kernels/cuda, the options, the architecture and NVRTC."""
-    folder = folder or kernel_folder()
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (OPTIONS, architecture, _nvrtc_version()):
-        digest.update(repr(part).encode() + b"\0")
-    return digest.hexdigest()[:16]
+    parts = (OPTIONS, architecture, _nvrtc_version())
+    return source_key(folder or kernel_folder(), (".cu", ".cuh"), parts)
 
 
 def load_cubin(source: str, architecture: str, folder: Path | None = None) -> bytes:
