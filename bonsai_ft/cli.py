@@ -535,23 +535,16 @@ def bench(
     with clear_errors(TO_FLAGS):
         quiet_libraries()
         from bonsai_ft import bench as measuring
-        from bonsai_ft.config import Dtype, HardwareConfig
-        from bonsai_ft.finetune import choose_device, choose_dtype
-        from bonsai_ft.ops import check_kernel
 
         if (model is None) != (name == Bench.operator):
             needs = "takes no MODEL" if model else "needs a MODEL: a .bonsai file or random:1b"
             raise ValueError(f"bench {name.value} {needs}")
-        if dtype not in [d.value for d in Dtype]:
-            raise ValueError(f"--dtype {dtype}: choose one of {', '.join(d.value for d in Dtype)}")
-        check_kernel(kernel)
+        device, chosen = _place(dtype, kernel)
         if threads is not None:
             _set_threads(threads)
-        hardware = HardwareConfig(dtype=Dtype(dtype))
-        device = choose_device(hardware)
         setup = measuring.Setup(
             kernel=kernel,
-            dtype=choose_dtype(hardware, device),
+            dtype=chosen,
             device=device,
             repeats=repeats,
             with_peers=peers,
@@ -633,24 +626,30 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _open(
-    model: str, adapter: str | None, dtype: str = "auto", kernel: str = "auto"
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Model and tokenizer on the device and in the dtype that training would choose."""
-    quiet_libraries()
-    from bonsai_ft import load_adapter, load_model, load_tokenizer
+def _place(dtype: str, kernel: str) -> tuple[str, Any]:
+    """Device and dtype that training would choose. ValueError for flags that are not known."""
     from bonsai_ft.config import Dtype, HardwareConfig
     from bonsai_ft.finetune import choose_device, choose_dtype
     from bonsai_ft.ops import check_kernel
 
     if dtype not in [d.value for d in Dtype]:
         raise ValueError(f"--dtype {dtype}: choose one of {', '.join(d.value for d in Dtype)}")
-    if adapter is not None and not Path(adapter).is_file():
-        raise ValueError(f"--adapter {adapter}: there is no such file")
+    check_kernel(kernel)
     hardware = HardwareConfig(dtype=Dtype(dtype))
     device = choose_device(hardware)
-    chosen = choose_dtype(hardware, device)
-    check_kernel(kernel)
+    return device, choose_dtype(hardware, device)
+
+
+def _open(
+    model: str, adapter: str | None, dtype: str = "auto", kernel: str = "auto"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Model and tokenizer on the device and in the dtype that training would choose."""
+    quiet_libraries()
+    from bonsai_ft import load_adapter, load_model, load_tokenizer
+
+    device, chosen = _place(dtype, kernel)
+    if adapter is not None and not Path(adapter).is_file():
+        raise ValueError(f"--adapter {adapter}: there is no such file")
     if not model.endswith(".bonsai"):
         if adapter is not None:
             raise ValueError(

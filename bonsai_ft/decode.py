@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bonsai_ft.adapter import effective_linear, effective_module
-from bonsai_ft.model import TernaryLinear
+from bonsai_ft.adapter import effective_linear, effective_module, packed_layer
 from bonsai_ft.ops import choose_kernel
 from bonsai_ft.ops.cpu_decode import (
     ACTIVATIONS,
@@ -120,10 +119,10 @@ def _reason_against(model: PreTrainedModel) -> str | None:
             return "embedding or head are not plain matrices of the model's dtype"
     for block in decoder.layers:
         for linear in _linears(block).values():
-            effective = effective_linear(linear)
-            if effective is None:
+            layer = packed_layer(linear)
+            if layer is None:
                 return "a layer is not packed, or has adapters of another kind"
-            if choose_kernel(effective.layer.kernel, "cpu") != "cpu":
+            if choose_kernel(layer.kernel, "cpu") != "cpu":
                 return "the compiled kernels are not in use"
     return None
 
@@ -154,11 +153,11 @@ def _build(model: PreTrainedModel, sequences: int, positions: int) -> CpuDecoder
     cosines, sines = decoder.rotary_emb(
         torch.empty(0, dtype=torch.float32), torch.arange(positions)[None]
     )
-    key: Any = effective_linear(attention.k_proj)
-    query: Any = effective_linear(attention.q_proj)
+    key: Any = packed_layer(attention.k_proj)
+    query: Any = packed_layer(attention.q_proj)
     shape = DecoderShape(
-        heads=query.layer.out_features // attention.head_dim,
-        kv_heads=key.layer.out_features // attention.head_dim,
+        heads=query.out_features // attention.head_dim,
+        kv_heads=key.out_features // attention.head_dim,
         head_dim=attention.head_dim,
         positions=positions,
         sequences=sequences,
@@ -191,10 +190,9 @@ def _block(block: Any) -> DecoderBlock:
     )
 
 
-def _packed(module: nn.Module) -> PackedLinear:
+def _packed(module: Any) -> PackedLinear:
     effective = effective_linear(module)
-    assert effective is not None, "checked in _reason_against"
-    layer: TernaryLinear = effective.layer
+    layer = effective.layer
     return PackedLinear(
         ternary=layer.ternary,
         scale=layer.scale,

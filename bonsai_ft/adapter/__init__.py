@@ -12,7 +12,12 @@ from bonsai_ft.adapter.attach import (
     set_adapter,
     trainable_groups,
 )
-from bonsai_ft.adapter.effective import EffectiveLinear, effective_linear, effective_module
+from bonsai_ft.adapter.effective import (
+    EffectiveLinear,
+    effective_linear,
+    effective_module,
+    packed_layer,
+)
 from bonsai_ft.adapter.files import load_adapter, save_adapter, save_peft
 from bonsai_ft.adapter.lora import TernaryLora, register_peft
 
@@ -29,6 +34,7 @@ __all__ = [
     "linear_names",
     "load_adapter",
     "load_adapter_state",
+    "packed_layer",
     "register_peft",
     "save_adapter",
     "save_peft",

@@ -29,12 +29,17 @@ class EffectiveLinear:
     lora_b: Tensor | None = None
 
 
-def effective_linear(module: nn.Module) -> EffectiveLinear | None:
-    """None for a module that is not a packed layer, or whose adapters are not LoRA of ours."""
+def packed_layer(module: nn.Module) -> TernaryLinear | None:
+    """The layer below; None for what is not packed, or whose adapters are not LoRA of ours."""
+    if isinstance(module, TernaryLora):
+        return module.ternary_layer
+    return module if isinstance(module, TernaryLinear) else None
+
+
+def effective_linear(module: TernaryLinear | TernaryLora) -> EffectiveLinear:
+    """What a module that has a `packed_layer` computes now."""
     if isinstance(module, TernaryLinear):
         return EffectiveLinear(layer=module, codewords=module.codewords())
-    if not isinstance(module, TernaryLora):
-        return None
     layer = module.ternary_layer
     names = [] if module.disable_adapters else list(module.active_adapters)
     codewords = layer.codewords(module.codebook(names))

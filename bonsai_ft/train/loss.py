@@ -60,13 +60,13 @@ def sliced_cross_entropy(model: PreTrainedModel, states: Tensor, labels: Tensor)
 
 def _is_plain_and_frozen(model: PreTrainedModel, head: nn.Module) -> bool:
     """Whether the logits are states @ weight.T and nothing else, of a frozen weight."""
-    config = model.config.get_text_config()
+    nothing = torch.empty(0)
     return (
         type(head) is nn.Linear
         and head.bias is None
         and not head.weight.requires_grad
         and not (head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__)
-        and not any(getattr(config, name, None) for name in LOGIT_SETTINGS)
+        and adjust_logits(model, nothing) is nothing
         and not torch.is_autocast_enabled(head.weight.device.type)
     )
 
@@ -110,12 +110,11 @@ def _slice_loss(model: PreTrainedModel, states: Tensor, labels: Tensor) -> Tenso
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-# What `adjust_logits` reads.
-LOGIT_SETTINGS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-
-
 def adjust_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
-    """What some architectures do to the head's output (Gemma, Cohere, Granite)."""
+    """What some architectures do to the head's output (Gemma, Cohere, Granite).
+
+    The logits themselves where that is nothing.
+    """
     config = model.config.get_text_config()
     if scale := getattr(config, "logit_scale", None):
         logits = logits * scale
