@@ -111,14 +111,15 @@ def ternary_linear(
     codewords: Tensor | None,
     in_features: int,
     packing: str,
-    kernel: str = "auto",
+    implementation: str = "auto",
 ) -> Tensor:
     """y = x (S*T + R)^T for x [..., in], in the dtype of x; R comes from `codes` and `codewords`.
 
     ternary u8 [out, bytes], scale f16 [out, G] or [out, 1], codes u8 [out, bytes],
     codewords [G, K, d] = mu + sigma * codebook. Differentiable in x and codewords.
+    `implementation` is one of KERNELS; Inductor has an argument `kernel` of its own.
     """
-    forward = _implementation(kernel, x).forward
+    forward = _implementation(implementation, x).forward
     return forward(x, ternary, scale, codes, codewords, in_features, packing)
 
 
@@ -131,7 +132,7 @@ def _(
     codewords: Tensor | None,
     in_features: int,
     packing: str,
-    kernel: str = "auto",
+    implementation: str = "auto",
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], ternary.shape[0])
 
@@ -148,10 +149,10 @@ def ternary_linear_backward(
     packing: str,
     need_dx: bool,
     need_dcodewords: bool,
-    kernel: str = "auto",
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `ternary_linear` for x and for the codewords (empty where not needed)."""
-    backward = _implementation(kernel, x).backward
+    backward = _implementation(implementation, x).backward
     return backward(
         dy, x, ternary, scale, codes, codewords, in_features, packing, need_dx, need_dcodewords
     )
@@ -169,7 +170,7 @@ def _(
     packing: str,
     need_dx: bool,
     need_dcodewords: bool,
-    kernel: str = "auto",
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     if need_dcodewords and codewords is not None:
@@ -180,9 +181,9 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, ternary, scale, codes, codewords, in_features, packing, kernel = inputs
+    x, ternary, scale, codes, codewords, in_features, packing, implementation = inputs
     ctx.save_for_backward(x, ternary, scale, codes, codewords)
-    ctx.in_features, ctx.packing, ctx.kernel = in_features, packing, kernel
+    ctx.in_features, ctx.packing, ctx.implementation = in_features, packing, implementation
 
 
 def _backward(ctx, dy):
@@ -200,7 +201,7 @@ def _backward(ctx, dy):
         ctx.packing,
         need_dx,
         need_dcodewords,
-        ctx.kernel,
+        ctx.implementation,
     )
     return (
         dx if need_dx else None,
