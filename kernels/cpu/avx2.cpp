@@ -21,15 +21,11 @@
 
 #include <immintrin.h>
 
+#include "numbers.h"
+
 namespace {
 
 inline float scale_of(uint16_t half) { return _cvtsh_ss(half); }
-
-inline uint16_t round_to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 inline uint16_t code_at(const uint8_t* bytes, int64_t j) {
   return uint16_t((bytes[j / 4] >> (2 * (j % 4))) & 3);
@@ -51,7 +47,7 @@ void unpack(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step, int
     if (dtype == kFloat32) {
       std::memcpy(&entry, &s, sizeof entry);
     } else {
-      entry = dtype == kBFloat16 ? round_to_bf16(s) : half;
+      entry = dtype == kBFloat16 ? float_to_bf16(s) : half;
     }
     uint32_t minus = entry ^ (dtype == kFloat32 ? 0x80000000u : 0x8000u);
     const __m256i table = _mm256_setr_epi32(int(minus), 0, int(entry), 0, int(minus), 0,

@@ -27,6 +27,8 @@
 
 #include <immintrin.h>
 
+#include "numbers.h"
+
 namespace {
 
 constexpr int64_t kChunk = 256;
@@ -40,12 +42,6 @@ inline uint64_t load_tail(const uint8_t* bytes, int64_t count) {
 }
 
 inline float scale_of(uint16_t half) { return _cvtsh_ss(half); }
-
-inline uint16_t round_to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // {-s, 0, s, 0} repeated; zero where the sign is zero
 inline __m512i table16(uint16_t s) {
@@ -70,7 +66,7 @@ void unpack16(const uint8_t* bytes, const uint16_t* scale, int64_t scale_step, i
   const __m512i shifts = shifts16();
   for (int64_t begin = 0; begin < columns; begin += kGroup) {
     uint16_t half = scale[scale_step * (begin / kGroup)];
-    const __m512i table = table16(is_bf16 ? round_to_bf16(scale_of(half)) : half);
+    const __m512i table = table16(is_bf16 ? float_to_bf16(scale_of(half)) : half);
     int64_t end = begin + kGroup < columns ? begin + kGroup : columns;
     int64_t j = begin;
     for (; j + 32 <= end; j += 32) {

@@ -16,6 +16,7 @@
 #include <omp.h>
 #endif
 
+#include "arithmetic.h"
 #include "linear.h"
 #include "numbers.h"
 
@@ -35,20 +36,6 @@ inline void barrier() {
 #endif
 }
 
-// Hands out aligned pieces; with a null start it only counts.
-struct Arena {
-  char* at;
-  size_t used = 0;
-  explicit Arena(void* start)
-      : at(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(start) + 63) & ~uintptr_t(63))) {}
-  void* take(size_t bytes) {
-    void* here = at + used;
-    used += (bytes + 63) & ~size_t(63);
-    return here;
-  }
-  float* floats(int64_t count) { return static_cast<float*>(take(size_t(count) * sizeof(float))); }
-};
-
 constexpr int kMaxShared = 3;  // layers that read the same input: query, key and value
 
 // Memory of a step, the same for every thread.
@@ -65,15 +52,15 @@ struct Memory {
   Memory(const Isa& isa, const Decoder& d, int threads, void* workspace) {
     Arena arena(workspace);
     const int64_t s = d.sequences;
-    hidden = arena.floats(s * d.hidden);
-    queries = arena.floats(s * d.heads * d.head_dim);
-    keys = arena.floats(s * d.kv_heads * d.head_dim);
-    values = arena.floats(s * d.kv_heads * d.head_dim);
-    mixed = arena.floats(s * d.heads * d.head_dim);
-    gated = arena.floats(s * d.intermediate);
-    normed = arena.floats(threads * s * d.hidden);
-    scores = arena.floats(threads * d.positions);
-    pieces = arena.floats(threads * 2 * kRows * s);
+    hidden = arena.take<float>(s * d.hidden);
+    queries = arena.take<float>(s * d.heads * d.head_dim);
+    keys = arena.take<float>(s * d.kv_heads * d.head_dim);
+    values = arena.take<float>(s * d.kv_heads * d.head_dim);
+    mixed = arena.take<float>(s * d.heads * d.head_dim);
+    gated = arena.take<float>(s * d.intermediate);
+    normed = arena.take<float>(threads * s * d.hidden);
+    scores = arena.take<float>(threads * d.positions);
+    pieces = arena.take<float>(threads * 2 * kRows * s);
     size_t largest = 0;
     for (int64_t b = 0; b < d.num_blocks; ++b) {
       const Block& block = d.blocks[b];
@@ -84,9 +71,9 @@ struct Memory {
         rank = linear->rank > rank ? linear->rank : rank;
       }
     }
-    low_rank = arena.floats(kMaxShared * s * rank);
-    for (int i = 0; i < kMaxShared; ++i) few[i] = arena.take(largest);
-    bytes = arena.used + 64;
+    low_rank = arena.take<float>(kMaxShared * s * rank);
+    for (int i = 0; i < kMaxShared; ++i) few[i] = arena.take<char>(largest);
+    bytes = arena.bytes();
   }
 };
 

@@ -6,7 +6,7 @@
 // Called by bonsai_ft/ops/dropout.py; tested by tests/test_dropout.py.
 #include <cstring>
 
-#include "decode.h"
+#include "arithmetic.h"
 #include "numbers.h"
 
 extern "C" {

@@ -224,24 +224,17 @@ Few::Few(const Isa& isa_, const Layer& layer_, int64_t tokens_, Dtype dtype_, in
   table_stride = size_t(num_subvectors(layer) * layer.codewords_k + 15) & ~size_t(15);
   size_t row_bytes =
       layer.packing == kBase3 ? ((size_t(layer.in_features) / 4 + 64 + 63) & ~size_t(63)) : 0;
-  char* start = static_cast<char*>(workspace);
-  if (start) start += -reinterpret_cast<uintptr_t>(start) & 63;
-  size_t used = 0;
-  auto take = [&](size_t size) {
-    char* here = start ? start + used : nullptr;
-    used += (size + 63) & ~size_t(63);
-    return here;
-  };
-  prepared = take(prepared_stride * size_t(tokens));
-  table = reinterpret_cast<float*>(take(table_stride * sizeof(float) * size_t(tokens)));
-  pointers = reinterpret_cast<const void**>(take(sizeof(void*) * size_t(tokens)));
+  Arena arena(workspace);
+  prepared = arena.take<char>(prepared_stride * size_t(tokens));
+  table = arena.take<float>(table_stride * size_t(tokens));
+  pointers = arena.take<const void*>(size_t(tokens));
   values_stride = (size_t(layer.in_features) + 15) & ~size_t(15);
-  values = reinterpret_cast<float*>(take(values_stride * sizeof(float) * size_t(tokens)));
+  values = arena.take<float>(values_stride * size_t(tokens));
   sums_stride = size_t(kRows) * size_t(tokens);
-  sums = reinterpret_cast<float*>(take(sums_stride * sizeof(float) * size_t(threads)));
+  sums = arena.take<float>(sums_stride * size_t(threads));
   codes_stride = row_bytes;
-  codes = reinterpret_cast<uint8_t*>(take(row_bytes * kRows * size_t(threads)));
-  bytes = used + 64;
+  codes = arena.take<uint8_t>(row_bytes * kRows * size_t(threads));
+  bytes = arena.bytes();
   for (int64_t m = 0; workspace && m < tokens; ++m) {
     pointers[m] = static_cast<char*>(prepared) + size_t(m) * prepared_stride;
   }

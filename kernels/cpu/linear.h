@@ -7,6 +7,23 @@
 // Columns that x is prepared in at least: a multiple of every instruction set's own unit.
 constexpr int64_t kChunk = 256;
 
+// Hands out pieces of a workspace, each at a multiple of 64 bytes; without one it only counts.
+struct Arena {
+  char* start;
+  size_t used = 0;
+  explicit Arena(void* workspace) : start(static_cast<char*>(workspace)) {
+    if (start) start += -reinterpret_cast<uintptr_t>(start) & 63;
+  }
+  template <typename T>
+  T* take(size_t count) {
+    T* here = start ? reinterpret_cast<T*>(start + used) : nullptr;
+    used += (count * sizeof(T) + 63) & ~size_t(63);
+    return here;
+  }
+  // what the workspace must hold, wherever it starts
+  size_t bytes() const { return used + 64; }
+};
+
 const Isa& current_isa();
 
 size_t few_workspace(const Isa& isa, const Layer& layer, int64_t tokens, Dtype dtype, int threads);

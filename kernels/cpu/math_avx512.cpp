@@ -1,5 +1,5 @@
 // math_loops.h for AVX-512.
-#include "decode.h"
+#include "arithmetic.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #if defined(__clang__)

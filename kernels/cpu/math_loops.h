@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "decode.h"
+#include "arithmetic.h"
 #include "numbers.h"
 
 namespace {

@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "decode.h"
+#include "arithmetic.h"
 #include "linear.h"
 #include "numbers.h"
 
