@@ -1,4 +1,4 @@
-"""Puts the measured tables into docs/performance_tables.md, so that no figure is typed by hand.
+"""Puts the measured tables into docs/performance.md, so that no figure is typed by hand.
 
 Between `<!-- table: NAME.json -->` and `<!-- end -->` stands what `benchmarks/results/NAME.json`
 says, or that it was not measured yet.
@@ -16,7 +16,7 @@ from pathlib import Path
 from bonsai_ft.bench import markdown
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance_tables.md"
+PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = re.compile(r"<!-- table: ([\w.-]+\.json) -->\n.*?<!-- end -->", re.DOTALL)
 
