@@ -492,3 +492,23 @@ def test_a_fresh_thread_can_launch(doubling):
     assert not failures
     torch.cuda.synchronize()
     assert x.eq(2).all()
+
+
+def test_a_card_too_old_for_the_kernels_is_left_to_the_reference(monkeypatch):
+    from bonsai_ft.ops import choose_kernel, cuda_kernels
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(cuda_kernels, "launcher", lambda: None)
+    choose_kernel.cache_clear()
+    try:
+        assert choose_kernel("auto", "cuda") == "reference"
+        with pytest.raises(ValueError, match=r"Old Card is of compute capability 7\.5.* need 8\.0"):
+            choose_kernel("cuda", "cuda")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+        choose_kernel.cache_clear()
+        assert choose_kernel("cuda", "cuda") == "cuda"
+    finally:
+        choose_kernel.cache_clear()

@@ -42,6 +42,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 # bf16 terms that carry the whole of one input
 TERMS = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 3}
 
+# bfloat16 on the tensor cores came with it.
+OLDEST_MAJOR = 8
 # Fixed by the kernels; each file's first lines say so.
 COLUMNS_PER_CHUNK = 8
 TOKENS_PER_TILE = 8
@@ -69,8 +71,15 @@ def describe() -> str:
         launcher()
     except ImportError as error:
         raise KernelUnavailable(str(error)) from error
-    cards = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    return ", ".join(sorted(cards))
+    devices = range(torch.cuda.device_count())
+    for index in devices:
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < OLDEST_MAJOR:
+            raise KernelUnavailable(
+                f"{torch.cuda.get_device_name(index)} is of compute capability {major}.{minor}, "
+                f"and the kernels need {OLDEST_MAJOR}.0"
+            )
+    return ", ".join(sorted({torch.cuda.get_device_name(index) for index in devices}))
 
 
 @dataclass(frozen=True, kw_only=True)
