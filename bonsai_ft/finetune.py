@@ -44,7 +44,12 @@ from bonsai_ft.ops import choose_kernel
 from bonsai_ft.resources import load_recipe, resource
 from bonsai_ft.train.loop import Progress, train
 from bonsai_ft.train.loss import check_head
-from bonsai_ft.train.memory import peak_memory_bytes, plan_memory, resident_bytes
+from bonsai_ft.train.memory import (
+    peak_memory_bytes,
+    plan_memory,
+    resident_bytes,
+    return_large_blocks,
+)
 from bonsai_ft.train.optimizer import build_optimizer
 from bonsai_ft.train.report import (
     Console,
@@ -112,6 +117,8 @@ def finetune(config: TrainConfig, *, is_length_explicit: bool) -> dict[str, Any]
         section = dataclasses.replace(config.train, total_steps=total_steps, cpu_steps=None)
         config = dataclasses.replace(config, train=section)
 
+        if device == "cpu":
+            return_large_blocks()
         model = load_model(
             base,
             dtype=dtype,

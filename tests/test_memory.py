@@ -1,7 +1,11 @@
 """Nothing of a packed base exists as floats while it trains, and the plan names what does exist."""
 
 import gc
+import platform
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from bonsai_ft.adapter import TernaryLoraConfig, attach, linear_names, trainable_groups
@@ -74,3 +78,23 @@ def test_checkpointing_lowers_the_planned_activations(tiny_base):
     less = plan_memory(model, groups, TrainSection(gradient_checkpointing=True), longest=64)
     assert less.activation_bytes < plain.activation_bytes
     assert less.total_bytes < plain.total_bytes
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed blocks")
+def test_a_large_block_goes_back_to_the_system_when_it_is_freed():
+    script = """
+import pytest
+import torch
+from bonsai_ft.train.memory import RETURNED_BYTES, resident_bytes, return_large_blocks
+assert return_large_blocks()
+torch.ones(RETURNED_BYTES // 4)  # would move glibc's own limit above the blocks that follow
+before = resident_bytes()
+kept = []
+for _ in range(8):
+    block = torch.ones(RETURNED_BYTES // 4)
+    kept.append(torch.ones(1 << 18))  # 1 MiB above it: the heap could not shrink past this one
+    del block
+print(resident_bytes() - before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 16 << 20

@@ -40,6 +40,7 @@ from bonsai_ft.bench.timing import (
 )
 from bonsai_ft.data.batches import Batch
 from bonsai_ft.train.loss import sum_loss
+from bonsai_ft.train.memory import LIMIT_OF_GLIBC, RETURNED_BYTES, return_large_blocks
 
 RANK, ALPHA, DROPOUT = 8, 16, 0.05
 LORA, QLORA, SAME_LOSS = "PEFT LoRA", "NF4 QLoRA", "PEFT LoRA, our loss"
@@ -110,6 +111,9 @@ def measure_step(
     losses: dict[str, float] = {}
 
     def run(name: str) -> None:
+        if setup.device == "cpu":
+            # as in train, and for the others where glibc itself would end up
+            return_large_blocks(RETURNED_BYTES if name == OURS else LIMIT_OF_GLIBC)
         torch.manual_seed(0)
         loss = trainees[name].step()
         losses.setdefault(name, loss)
@@ -291,6 +295,8 @@ def step_memory(
 
     What a peer's conversion took is forgotten: its users load weights that are ready.
     """
+    if side == OURS and device == "cpu":
+        return_large_blocks()
     imports = memory_of(device).get("resident")
     path = Path(base)
     trainee = prepare(

@@ -5,6 +5,7 @@ two moments, what is saved for backward, and the largest temporary. It is an est
 the first step and is shown beside the measured peak.
 """
 
+import ctypes
 import resource
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,11 @@ from bonsai_ft.train.loss import slice_tokens
 
 # Measured on Linux (glibc) with SmolLM2: peak over what the plan's other lines explain.
 HEAP_OVERHEAD = 0.8
+# Blocks from this size on go back to the system when they are freed. Left alone, glibc moves its
+# limit up to 32 MiB and keeps what lies below: a tenth of the peak at the shape of a 1B model.
+RETURNED_BYTES = 8 << 20
+LIMIT_OF_GLIBC = 32 << 20
+M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,15 @@ def plan_memory(
     # The C heap keeps freed blocks of one batch's shapes while it serves the next batch's.
     kept = round(HEAP_OVERHEAD * (activations + plan.workspace_bytes))
     return replace(plan, heap_bytes=kept)
+
+
+def return_large_blocks(at_least: int = RETURNED_BYTES) -> bool:
+    """Makes the C heap give freed blocks back from this size on; False where there is no glibc.
+
+    For the whole process, see mallopt(3): a limit that was set no longer moves.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, at_least))
 
 
 def peak_memory_bytes(device: str) -> int:
