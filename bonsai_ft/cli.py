@@ -429,7 +429,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 top_p=top_p,
-                seed=None if seed is None else seed + number,
+                seed=None if seed is None else (seed + number) % 2**63,
                 template=template,
                 show=None if as_json else write,
             )

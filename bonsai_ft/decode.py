@@ -8,7 +8,7 @@ said.
 """
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +32,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # float32): on text they are about 0.01 in bfloat16, on senseless tokens up to 0.3.
 AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
+# Room for this many tokens of an answer at first; it doubles when they are used up.
+FIRST_TOKENS = 512
+
 _log = logging.getLogger(__name__)
 
 
 class Decoding:
     """Sequences under way: `logits` of the last token, and `step` for the next."""
 
-    def __init__(self, decoder: CpuDecoder, logits: Tensor, lengths: Tensor) -> None:
+    def __init__(
+        self, decoder: CpuDecoder, rotary_emb: nn.Module, logits: Tensor, lengths: Tensor
+    ) -> None:
         self._decoder = decoder
+        self._rotary_emb = rotary_emb
         self.logits = logits
         self._positions = lengths
 
     def step(self, tokens: Tensor) -> Tensor:
         """One more token of each sequence, int64 [B] -> logits float32 [B, vocabulary]."""
+        if int(self._positions.max()) >= self._decoder.positions:
+            self._decoder.extend(*_angles(self._rotary_emb, 2 * self._decoder.positions))
         self.logits = self._decoder.step(tokens, self._positions)
         self._positions = self._positions + 1
         return self.logits
@@ -58,12 +66,13 @@ def start_decoding(
 
     The model is in evaluation mode and its adapters are chosen.
     """
-    reason = _reason_against(model)
+    reason = _reason_against(model) or _reason_against_prompt(ids, mask)
     if reason is not None:
         _log.info("tokens are computed by transformers: %s", reason)
         return None
     lengths = mask.sum(1)
-    positions = int(lengths.max()) + max_new_tokens
+    # an answer may be allowed to be far longer than it becomes
+    positions = int(lengths.max()) + min(max_new_tokens, FIRST_TOKENS)
     decoder = _build(model, len(ids), positions)
     output: Any = model.get_decoder()(
         input_ids=ids,
@@ -89,7 +98,7 @@ def start_decoding(
             float(distance),
         )
         return None
-    return Decoding(decoder, logits, lengths)
+    return Decoding(decoder, cast(Any, model.get_decoder()).rotary_emb, logits, lengths)
 
 
 def _reason_against(model: PreTrainedModel) -> str | None:
@@ -127,6 +136,21 @@ def _reason_against(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _reason_against_prompt(ids: Tensor, mask: Tensor) -> str | None:
+    if ids.dtype != torch.int64 or not ids.numel() or not bool(mask.any(1).all()):
+        return "a prompt is empty, or not of 64-bit numbers"
+    return None
+
+
+def _angles(rotary_emb: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [positions, head_dim]."""
+    cosines, sines = rotary_emb(
+        torch.empty(0, dtype=torch.float32, device="cpu"),
+        torch.arange(positions, device="cpu")[None],
+    )
+    return cosines[0].float(), sines[0].float()
+
+
 def _has_hooks(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return any(hooks) or hasattr(module, "_hf_hook") or "forward" in module.__dict__
@@ -150,9 +174,7 @@ def _build(model: PreTrainedModel, sequences: int, positions: int) -> CpuDecoder
     attention = decoder.layers[0].self_attn
     embedding: Any = effective_module(model.get_input_embeddings())
     head: Any = effective_module(model.get_output_embeddings())
-    cosines, sines = decoder.rotary_emb(
-        torch.empty(0, dtype=torch.float32), torch.arange(positions)[None]
-    )
+    cosines, sines = _angles(decoder.rotary_emb, positions)
     key: Any = packed_layer(attention.k_proj)
     query: Any = packed_layer(attention.q_proj)
     shape = DecoderShape(
@@ -172,8 +194,8 @@ def _build(model: PreTrainedModel, sequences: int, positions: int) -> CpuDecoder
         head=head.weight,
         head_bias=None if head.bias is None else head.bias.float(),
         final_norm=decoder.norm.weight.float(),
-        cosines=cosines[0].float(),
-        sines=sines[0].float(),
+        cosines=cosines,
+        sines=sines,
     )
 
 

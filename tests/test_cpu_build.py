@@ -297,3 +297,18 @@ def test_the_builder_finds_ninja_beside_python_and_leaves_the_environment_alone(
         raise KeyError
     assert found is not None
     assert dict(os.environ) == before
+
+
+@needs_compiler
+def test_a_compiler_that_was_killed_is_not_taken_for_one_without_openmp(
+    cache, monkeypatch, wrapper
+):
+    killed = (
+        'case "$*" in *-fopenmp*" -c "*) echo "Killed signal terminated cc1plus"; exit 1;; esac'
+    )
+    monkeypatch.setenv("CXX", wrapper(killed))
+    with pytest.raises(KernelUnavailable, match="do not compile here"):
+        library()
+    assert not library_path().exists()
+    monkeypatch.setenv("CXX", wrapper())
+    assert library().has_threads

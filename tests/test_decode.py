@@ -216,10 +216,9 @@ def test_a_token_or_position_out_of_range_is_refused(load):
         decoding.step(torch.tensor([10**6]))
     with pytest.raises(ValueError, match="one int64 token per sequence"):
         decoding.step(torch.tensor([1, 2]))
-    decoding.step(torch.tensor([1]))
-    decoding.step(torch.tensor([1]))
+    decoder = decoding._decoder
     with pytest.raises(ValueError, match="a position is outside"):
-        decoding.step(torch.tensor([1]))
+        decoder.step(torch.tensor([1]), torch.tensor([decoder.positions]))
 
 
 # Stepping aside
@@ -323,3 +322,38 @@ def test_a_generation_config_that_asks_for_more_is_left_to_transformers(load, ti
     with caplog.at_level(logging.INFO, logger="bonsai_ft.generate"):
         answer(model, tokenizer, [[{"role": "user", "content": "a"}]], max_new_tokens=3)
     assert "no_repeat_ngram_size" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_of_torch_does_not_matter(dtype, load):
+    model = load()
+    torch.set_default_dtype(dtype)
+    try:
+        check(model, *prompts(5))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("architecture", FAMILY)
+def test_an_answer_longer_than_its_room_goes_on_exactly(architecture, load, monkeypatch):
+    monkeypatch.setattr(decode, "FIRST_TOKENS", 2)
+    check(load(architecture), *prompts(3, 5))
+
+
+def test_an_answer_that_may_be_endless_takes_room_for_its_start_alone(load):
+    decoding = start_decoding(load(), *prompts(5), 10**12)
+    assert decoding._decoder.positions == 5 + decode.FIRST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask"),
+    [
+        (torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 4, dtype=torch.long)),
+        (torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)),
+        (torch.ones(1, 4, dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)),
+        (torch.ones(2, 4, dtype=torch.long), torch.tensor([[1] * 4, [0] * 4])),
+    ],
+    ids=["no row", "no token", "32 bits", "a row without tokens"],
+)
+def test_prompts_that_are_none_are_left_to_transformers(ids, mask, load):
+    assert start_decoding(load(), ids, mask, 4) is None

@@ -91,3 +91,14 @@ def test_the_low_rank_term_keeps_no_copy_of_its_input():
         _AddLowRank.apply(y, x, a, b, 1.0, 0.5, 3)
     new = [t for t in saved if t.data_ptr() not in {u.data_ptr() for u in (x, a, b)}]
     assert [tuple(t.shape) for t in new] == [(64, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_dropping_everything_leaves_zeros(dtype):
+    assert not dropout(torch.ones(9, dtype=dtype), 1.0, 5).any()
+
+
+@pytest.mark.parametrize("p", [-0.5, 1.5, float("nan")])
+def test_what_is_no_probability_is_refused(p):
+    with pytest.raises(ValueError, match="not a probability"):
+        dropout(torch.ones(4), p, 0)

@@ -224,3 +224,31 @@ def test_the_whole_layer_compiles_as_one_graph():
     assert torch.equal(y, expected)
     y.sum().backward()
     assert layer.residual_codebook.grad is not None
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_rounding_of_the_codebook():
+    """It would leave out a cast to float16 and back, and forward would see unrounded codewords."""
+    layer = layer_of(codebook=(128, 4))
+    with torch.no_grad():
+        layer.residual_codebook.mul_(1 + 2**-12)
+    compiled = torch.compile(layer.codewords, fullgraph=True)
+    assert torch.equal(compiled(), layer.codewords())
+    assert not torch.equal(layer.residual_codebook.half().float(), layer.residual_codebook)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("shape", [(4, 100), (3, 400), (200, 1), ()], ids=str)
+def test_inputs_of_another_width_are_refused(shape, kernel):
+    layer = layer_of()
+    layer.kernel = kernel
+    with pytest.raises(ValueError, match=r"x has shape .*, but the layer has 200 inputs"):
+        layer(torch.ones(shape))
+
+
+def test_compiled_kernels_refuse_packed_tensors_of_another_dtype():
+    layer = layer_of()
+    layer.kernel = "cpu"
+    layer.scale = torch.nn.Parameter(layer.scale.float(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"scale is torch.float32; compiled kernels read"):
+        layer(torch.ones(2, 200))

@@ -47,7 +47,7 @@ class _AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, x, a, b, scaling: float, p: float, seed: int):
-        h = F.linear(_dropped(x, p, seed).flatten(0, -2), a.to(x.dtype))
+        h = F.linear(_rows(_dropped(x, p, seed)), a.to(x.dtype))
         y2, b2 = y.view(-1, y.shape[-1]), b.to(h.dtype).T
         if y._is_view():
             y = torch.addmm(y2, h, b2, alpha=scaling).view(y.shape)
@@ -63,16 +63,21 @@ class _AddLowRank(torch.autograd.Function):
     def backward(ctx, dy):
         x, a, b, h = ctx.saved_tensors
         da = db = dx = None
-        dy2 = dy.flatten(0, -2)
+        dy2 = _rows(dy)
         if ctx.needs_input_grad[3]:
             db = (dy2.T @ h).to(b.dtype).mul_(ctx.scaling)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dh = (dy2 @ b.to(dy.dtype)).mul_(ctx.scaling)
             if ctx.needs_input_grad[2]:
-                da = (dh.T @ _dropped(x, ctx.p, ctx.seed).flatten(0, -2)).to(a.dtype)
+                da = (dh.T @ _rows(_dropped(x, ctx.p, ctx.seed))).to(a.dtype)
             if ctx.needs_input_grad[1]:
                 dx = _dropped(dh @ a.to(dh.dtype), ctx.p, ctx.seed).view(x.shape)
         return dy, dx, da, db, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [tokens, n], one token for a vector."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:

@@ -12,19 +12,26 @@ from bonsai_ft.format.weight import Residual, TernaryWeight
 from bonsai_ft.ops import ternary_linear
 
 
-class _RoundToStorage(torch.autograd.Function):
+@torch.library.custom_op("bonsai::round_to_storage", mutates_args=())
+def round_to_storage(master: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds to the dtype the file stores; the gradient passes straight through.
 
-    Forward sees exactly what will be exported, the optimiser keeps its small steps in float32.
+    Forward sees exactly what will be exported, the optimiser keeps its small steps in float32. An
+    operator, because Inductor takes a cast there and back for nothing and leaves it out.
     """
+    return master.to(dtype).to(master.dtype) if master.dtype != dtype else master.clone()
 
-    @staticmethod
-    def forward(ctx, master: Tensor, dtype: torch.dtype) -> Tensor:
-        return master.to(dtype).to(master.dtype)
 
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient, None
+@round_to_storage.register_fake
+def _(master: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(master)
+
+
+def _pass_through(ctx, gradient: Tensor):
+    return gradient, None
+
+
+round_to_storage.register_autograd(_pass_through)
 
 
 class TernaryLinear(nn.Module):
@@ -72,7 +79,7 @@ class TernaryLinear(nn.Module):
         codebook = self.residual_codebook if codebook is None else codebook
         if codebook is None:
             return None
-        rounded = _RoundToStorage.apply(codebook, self.codebook_dtype)
+        rounded = round_to_storage(codebook, self.codebook_dtype)
         mu, sigma = self.residual_mu.to(codebook.dtype), self.residual_sigma.to(codebook.dtype)
         return torch.addcmul(mu[:, None, None], sigma[:, None, None], rounded)
 

@@ -97,6 +97,26 @@ def _implementation(kernel: str, x: Tensor) -> ModuleType:
     return _module(choose_kernel(kernel, x.device.type))
 
 
+def _check_width(x: Tensor, in_features: int) -> None:
+    if not x.dim() or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but the layer has {in_features} inputs; "
+            f"give [..., {in_features}]"
+        )
+
+
+def _check_stored(ternary: Tensor, scale: Tensor, codes: Tensor | None) -> None:
+    for name, tensor, dtype in (
+        ("ternary", ternary, torch.uint8),
+        ("scale", scale, torch.float16),
+        ("codes", codes, torch.uint8),
+    ):
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}; compiled kernels read {dtype}, as files hold it"
+            )
+
+
 @lru_cache(maxsize=8)
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"bonsai_ft.ops.{_MODULES[name]}")
@@ -119,8 +139,11 @@ def ternary_linear(
     codewords [G, K, d] = mu + sigma * codebook. Differentiable in x and codewords.
     `implementation` is one of KERNELS; Inductor has an argument `kernel` of its own.
     """
-    forward = _implementation(implementation, x).forward
-    return forward(x, ternary, scale, codes, codewords, in_features, packing)
+    _check_width(x, in_features)
+    module = _implementation(implementation, x)
+    if module is not reference:
+        _check_stored(ternary, scale, codes)
+    return module.forward(x, ternary, scale, codes, codewords, in_features, packing)
 
 
 @ternary_linear.register_fake
@@ -134,6 +157,7 @@ def _(
     packing: str,
     implementation: str = "auto",
 ) -> Tensor:
+    _check_width(x, in_features)
     return x.new_empty(*x.shape[:-1], ternary.shape[0])
 
 

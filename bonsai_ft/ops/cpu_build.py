@@ -100,7 +100,7 @@ def _compile(path: Path) -> None:
     if shutil.which(compiler) is None:
         raise KernelUnavailable(
             f"there is no C++ compiler: {compiler} is not a program; install g++ or clang, or set "
-            f"CXX to one"
+            f"CXX to one, without options"
         )
     # imported here: it asks the system about compilers and toolkits
     from torch.utils import cpp_extension
@@ -123,8 +123,10 @@ def _compile(path: Path) -> None:
                         verbose=False,
                     )
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-                # some compilers (Apple's) have no OpenMP: one thread is then better than none
                 reason = str(error).strip()
+                # some compilers (Apple's) have no OpenMP: one thread is then better than none
+                if threads and not _is_about_openmp(reason):
+                    break
                 continue
             # torch's builder numbers the names of what one process builds more than once
             (library,) = Path(folder).glob("*.so")
@@ -154,6 +156,19 @@ def _builder_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _is_about_openmp(text: str) -> bool:
+    """Whether a line that is not a command complains of the flag, header or library."""
+    words = ("error", "cannot find", "not found", "unsupported", "unrecognized")
+    lines = [
+        line for line in text.lower().splitlines() if " -c " not in line and " -shared" not in line
+    ]
+    # -fopenmp, omp.h, libgomp, libomp
+    return any(
+        ("openmp" in line or "omp" in line) and any(word in line for word in words)
+        for line in lines
+    )
 
 
 def _complaints(text: str, count: int = 3) -> str:

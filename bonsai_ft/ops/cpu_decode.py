@@ -159,9 +159,6 @@ class CpuDecoder:
             head=self._address(head),
             head_bias=self._address(head_bias),
             final_norm=self._address(final_norm),
-            cosines=self._address(cosines),
-            sines=self._address(sines),
-            cache=self._address(self.cache),
             positions=shape.positions,
             sequences=shape.sequences,
             eps=shape.eps,
@@ -169,11 +166,29 @@ class CpuDecoder:
             dtype=DTYPES[embedding.dtype],
             activation=ACTIVATIONS[shape.activation],
         )
-        self.logits = torch.empty(shape.sequences, head.shape[0])
+        self._place(cosines, sines, self.cache)
+        self.logits = head.new_empty(shape.sequences, head.shape[0], dtype=torch.float32)
         self._num_embeddings = embedding.shape[0]
-        self._positions = shape.positions
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace = head.new_empty(0, dtype=torch.uint8)
         self._threads = 0
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a sequence that there is room for."""
+        return self._decoder.positions
+
+    def extend(self, cosines: Tensor, sines: Tensor) -> None:
+        """Room for as many positions as these have; what is in the cache stays there."""
+        longer = self.cache.new_zeros(*self.cache.shape[:4], len(cosines), self.cache.shape[5])
+        longer[:, :, :, :, : self.positions] = self.cache
+        self._place(cosines, sines, longer)
+
+    def _place(self, cosines: Tensor, sines: Tensor, cache: Tensor) -> None:
+        # held here, because the next longer ones replace them
+        self._rotary = (cosines.contiguous(), sines.contiguous())
+        self.cache = cache
+        self._decoder.cosines, self._decoder.sines = (t.data_ptr() for t in self._rotary)
+        self._decoder.cache, self._decoder.positions = cache.data_ptr(), len(cosines)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens, positions int64 [sequences] -> logits float32 [sequences, vocabulary].
@@ -182,7 +197,7 @@ class CpuDecoder:
         """
         for name, values, limit in (
             ("token", tokens, self._num_embeddings),
-            ("position", positions, self._positions),
+            ("position", positions, self.positions),
         ):
             if values.shape != (self.sequences,) or values.dtype != torch.int64:
                 raise ValueError(f"one int64 {name} per sequence is needed ({self.sequences})")
@@ -194,7 +209,7 @@ class CpuDecoder:
         threads = torch.get_num_threads()
         if threads != self._threads:
             size = self._functions.bonsai_decode_workspace(self._decoder, threads)
-            self._workspace = torch.empty(size, dtype=torch.uint8)
+            self._workspace = self.logits.new_empty(size, dtype=torch.uint8)
             self._threads = threads
         self._functions.bonsai_decode_step(
             self._decoder,

@@ -150,7 +150,7 @@ def workspace(count: int, dtype: torch.dtype) -> Tensor:
     if buffer is None or buffer.numel() < size:
         # made outside inference mode, or a later training step could not write to it
         with torch.inference_mode(False):
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         _local.buffer = buffer
     return buffer[:size].view(dtype)
 
@@ -219,7 +219,7 @@ def _many(layer: Layer, x: Tensor, y: Tensor, codewords: Tensor | None) -> None:
     width = x.shape[1]
     block = _block_size(layer.out_features, width, dtype.itemsize)
     weight = workspace(block * width, dtype).view(block, width)
-    result = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype)
+    result = y if y.dtype == dtype else torch.empty_like(y, dtype=dtype)
     for begin in range(0, layer.out_features, block):
         end = min(begin + block, layer.out_features)
         columns = (0, layer.in_features)
@@ -303,7 +303,7 @@ def backward(
     if codes is None:
         codewords = None
     if need_dx:
-        dx = torch.empty(x2.shape, dtype=dy.dtype)
+        dx = dy.new_empty(x2.shape)
     if not x2.shape[0]:
         if need_dcodewords and codewords is not None:
             dcodewords = torch.zeros_like(codewords)
@@ -318,7 +318,7 @@ def backward(
         if need_dx or need_dcodewords:
             sums = _segment_sums(layer, dy2)  # D, [M, S K]
     if need_dx:
-        result = dx if dx.dtype == dtype else torch.empty(dx.shape, dtype=dtype)
+        result = dx if dx.dtype == dtype else torch.empty_like(dx, dtype=dtype)
         is_added = codewords is not None and table is None
         _input_gradient(layer, dy2, result, sums, table, is_added)
         if result is not dx:
@@ -372,17 +372,18 @@ def _diagonal(sums: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor
     """D and C of the sub-vectors in columns begin..end, C as a block-diagonal matrix."""
     _, k, dim = table.shape
     first, last = begin // dim, -(-end // dim)
-    groups = torch.arange(first, last) // (GROUP // dim)
+    groups = torch.arange(first, last, device="cpu") // (GROUP // dim)
     words = table[groups]  # [s, K, d]
     count = last - first
     diagonal = table.new_zeros(count, k, count, dim)
-    diagonal[torch.arange(count), :, torch.arange(count)] = words
+    each = torch.arange(count, device="cpu")
+    diagonal[each, :, each] = words
     return sums[:, first * k : last * k], diagonal.view(count * k, -1)[:, : end - begin]
 
 
 def _codeword_gradient(layer: Layer, sums: Tensor, x: Tensor, codewords: Tensor) -> Tensor:
     """dC_g = sum over the group's sub-vectors of D_s^T x_s."""
-    gradient = torch.empty(codewords.shape, dtype=torch.float32)
+    gradient = codewords.new_empty(codewords.shape, dtype=torch.float32)
     if x.stride(1) != 1:
         x = x.contiguous()
     library().functions.bonsai_codeword_gradient(

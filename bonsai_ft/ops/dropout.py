@@ -22,6 +22,8 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
 
     The gradient is the same function of the gradient.
     """
+    if not 0 <= p <= 1:
+        raise ValueError(f"p={p} is not a probability")
     x = x.contiguous()
     if x.dtype not in DTYPES or choose_kernel("auto", x.device.type) != "cpu":
         return _reference(x, p, seed)
@@ -63,7 +65,7 @@ def _reference(x: Tensor, p: float, seed: int) -> Tensor:
     state = state ^ _shifted(state, 31)
     draws = state.view(torch.int16)[: x.numel()].view(x.shape).to(torch.int32) & 0xFFFF
     keep = draws >= int(p * 65536 + 0.5)
-    return x * keep * (1 / (1 - p))
+    return x * keep * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _signed(seed: int) -> int:

@@ -5,7 +5,7 @@
 //   dot      y = sum_g scale_g * dx_g * (sum_j code_j * q_j - sum_j q_j) in integers: x of a group is
 //            rounded to q = round(x / dx), written as two signed bytes (three for float32), so that
 //            vpdpbusd takes 64 products at once. The rounding, 2^-15 of the group's largest value
-//            (2^-23 for float32), is far below that of the activations themselves.
+//            (2^-23 for float32), vanishes in sums over the group unless one value towers over it.
 //
 // Prepared x, per 256 columns: int8 [4][planes][64], byte b of part i belonging to column 4 b + i,
 // as the codes lie; int32 [16] minus the lanes' sums of q; float [16] dx of each lane's group.
