@@ -36,10 +36,12 @@ VARIANTS = {
     "paper, threshold calibrated": QuantizeSettings(
         method="paper", scale_group="channel", threshold=None
     ),
-    "optimal, no residual": QuantizeSettings(steps=("ptq1_0",)),
-    "optimal, no calibration": QuantizeSettings(calibration=None),
-    "optimal": QuantizeSettings(),
-    "optimal, d=32 K=16": QuantizeSettings(residual_dim=32, residual_k=16),
+    "optimal, no residual": QuantizeSettings(method="optimal", steps=("ptq1_0",)),
+    "optimal, no calibration": QuantizeSettings(method="optimal", calibration=None),
+    "optimal": QuantizeSettings(method="optimal"),
+    "feedback, no residual": QuantizeSettings(steps=("ptq1_0",)),
+    "feedback": QuantizeSettings(),
+    "feedback, d=32 K=16": QuantizeSettings(residual_dim=32, residual_k=16),
 }
 
 

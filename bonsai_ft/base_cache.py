@@ -20,7 +20,7 @@ from bonsai_ft.quantize.source import TOKENIZER_PATTERNS
 from bonsai_ft.resources import cache_folder
 
 # Changes when the same settings give other bytes, so that an old cache is not taken for a new one.
-QUANTIZER_VERSION = 1
+QUANTIZER_VERSION = 2
 
 
 def find_base(

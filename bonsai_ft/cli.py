@@ -76,6 +76,8 @@ Kernel = Annotated[
 
 
 class Method(str, Enum):
+    auto = "auto"
+    feedback = "feedback"
     optimal = "optimal"
     paper = "paper"
 
@@ -245,8 +247,9 @@ def quantize(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The .bonsai file to write.")],
     method: Annotated[
-        Method, typer.Option(help="How signs and scales are chosen.")
-    ] = Method.optimal,
+        Method,
+        typer.Option(help="How signs and scales are chosen; auto is feedback where calibrated."),
+    ] = Method.auto,
     steps: Annotated[
         str, typer.Option(help="ptq1_0, pq2_0 or both, in the order to run.")
     ] = "ptq1_0,pq2_0",

@@ -60,7 +60,7 @@ class ModelConfig:
     name: str = "custom"
     source: str = ""
     # quantisation of a float source; not used when `source` is a .bonsai file
-    method: str = "optimal"
+    method: str = "auto"
     residual_dim: int = 128
     residual_k: int = 4
     scale_group: str = "128"

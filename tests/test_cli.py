@@ -150,7 +150,10 @@ def test_version_is_the_packages(type_in):
         ("generate base.bonsai --promt a", ("--promt", "--prompt")),
         ("generate base.bonsai --prompt a --max-new-tokens many", ("--max-new-tokens", "integer")),
         ("evaluate base.bonsai", ("--text",)),
-        ("quantize float out.bonsai --method best", ("--method", "optimal", "paper")),
+        (
+            "quantize float out.bonsai --method best",
+            ("--method", "auto", "feedback", "optimal", "paper"),
+        ),
         ("inspect a b", ("b",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -784,7 +784,7 @@ def test_a_model_without_tokenizer_needs_no_calibration(float_folder, text, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "best"}, "--method best: choose one of optimal, paper"),
+        ({"method": "best"}, "--method best: choose one of auto, feedback, optimal, paper"),
         ({"steps": ()}, "--steps : name ptq1_0, pq2_0 or both"),
         ({"steps": ("pq2_0", "pq2_0")}, "--steps pq2_0,pq2_0: name"),
         ({"steps": ("gptq",)}, "--steps gptq: name"),
@@ -815,6 +815,26 @@ def test_changes_go_on_top_of_settings(float_folder, tmp_path):
     recorded = config_of(report.path)["quantization"]
     assert (recorded["residual_k"], recorded["packing"]) == (8, "base3")
     assert report.calibration_tokens == 0
+
+
+def test_the_automatic_method_hands_errors_on_where_there_is_a_calibration_text():
+    assert QuantizeSettings().method == "feedback"
+    assert QuantizeSettings(calibration=None).method == "optimal"
+    with pytest.raises(ValueError, match="--method feedback needs a calibration text"):
+        QuantizeSettings(method="feedback", calibration=None)
+
+
+def test_feedback_beats_rounding_group_by_group_on_held_out_sequences(float_folder, text, tmp_path):
+    folder = float_folder("llama")
+    options = {"calibration": text, "steps": ("ptq1_0",), **CALIBRATED}
+    error = {
+        method: sum(
+            layer.output_error
+            for layer in quantize(folder, tmp_path / method, method=method, **options).layers
+        )
+        for method in ("optimal", "feedback")
+    }
+    assert error["feedback"] < 0.9 * error["optimal"]
 
 
 def test_an_out_path_in_no_folder_is_refused_before_anything_is_read(tmp_path):
@@ -852,7 +872,9 @@ def test_the_paper_method_follows_its_threshold(float_folder, text, tmp_path):
     options = {"calibration": text, **CALIBRATED}
     fixed = quantize(folder, tmp_path / "fixed.bonsai", method="paper", **options)
     chosen = quantize(folder, tmp_path / "chosen.bonsai", method="paper", threshold=None, **options)
-    optimal = quantize(folder, tmp_path / "optimal.bonsai", scale_group="channel", **options)
+    optimal = quantize(
+        folder, tmp_path / "optimal.bonsai", method="optimal", scale_group="channel", **options
+    )
     state = load_file(folder / "model.safetensors")
     for layer, packed in zip(fixed.layers, weights_of(fixed.path).values(), strict=True):
         weight = state[f"{layer.name}.weight"]

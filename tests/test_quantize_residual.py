@@ -8,14 +8,13 @@ from torch import Tensor
 
 from bonsai_ft.format.packing import GROUP
 from bonsai_ft.quantize import residual as module
+from bonsai_ft.quantize.metric import output_error, relative_mse
 from bonsai_ft.quantize.residual import (
     ResidualFit,
     build_weight,
     fit_residual_activation,
     fit_residual_kmeans,
     fit_zero_residual,
-    output_error,
-    relative_mse,
     to_residual,
 )
 from bonsai_ft.quantize.ternary import fit_optimal

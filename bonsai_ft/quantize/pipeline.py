@@ -37,14 +37,14 @@ from bonsai_ft.quantize.calibration import (
     read_text,
     watch,
 )
+from bonsai_ft.quantize.feedback import fit_feedback
+from bonsai_ft.quantize.metric import output_error, relative_mse
 from bonsai_ft.quantize.residual import (
     ResidualFit,
     build_weight,
     fit_residual_activation,
     fit_residual_kmeans,
     fit_zero_residual,
-    output_error,
-    relative_mse,
 )
 from bonsai_ft.quantize.source import Source, open_source
 from bonsai_ft.quantize.ternary import (
@@ -56,7 +56,7 @@ from bonsai_ft.quantize.ternary import (
 )
 from bonsai_ft.resources import resource
 
-METHODS = ("optimal", "paper")
+METHODS = ("auto", "feedback", "optimal", "paper")
 STEPS = ("ptq1_0", "pq2_0")
 PACKINGS = ("2bit", "base3")
 PAPER_THRESHOLD = 0.008
@@ -69,13 +69,16 @@ Progress = Callable[[int, int, str], None]
 class QuantizeSettings:
     """Everything that decides which bytes come out.
 
+    `method`: "feedback" hands the error of each column on to the next (needs a calibration text),
+    "optimal" fits every group for itself, "paper" follows the published recipe; "auto" becomes
+    "feedback" if there is a calibration text, and "optimal" if there is none.
     `threshold` (method "paper" only): a number in weight units, or None for the one that PTQ1_0
     calibrates. `calibration`: a text or JSONL file, "" for the text that ships with bonsai_ft, or
     None for no calibration at all. `sequences` are counted without the held-out ones. `skip` are
     regular expressions, searched in names such as `0.self_attn.q_proj`, of layers to leave alone.
     """
 
-    method: str = "optimal"
+    method: str = "auto"
     steps: tuple[str, ...] = STEPS
     threshold: float | None = PAPER_THRESHOLD
     residual_dim: int = 128
@@ -91,6 +94,9 @@ class QuantizeSettings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"--method {self.method}: choose one of {', '.join(METHODS)}")
+        if self.method == "auto":
+            chosen = "optimal" if self.calibration is None else "feedback"
+            object.__setattr__(self, "method", chosen)
         if (
             not self.steps
             or len(set(self.steps)) != len(self.steps)
@@ -117,6 +123,10 @@ class QuantizeSettings:
             raise ValueError(f"--sequences {self.sequences}: calibration needs at least 8")
         if self.length is not None and self.length < 1:
             raise ValueError(f"--length {self.length}: a sequence has at least 1 token")
+        if self.method == "feedback" and self.calibration is None:
+            raise ValueError(
+                "--method feedback needs a calibration text: give one, or use --method optimal"
+            )
         for pattern in self.skip:
             try:
                 re.compile(pattern)
@@ -444,7 +454,7 @@ class _Run:
         """One layer's packed weight, and how well it stands for the float one."""
         weight = self._read(f"{name}.weight").float()
         try:
-            packed, threshold, is_exact = self._fit(weight, seen)
+            packed, threshold, is_exact = self._fit(weight, seen, judged)
         except ValueError as error:
             raise ValueError(f"{self.source.label}: layer {name}: {error}") from error
         decoded = packed.dequantize()
@@ -464,7 +474,7 @@ class _Run:
         )
 
     def _fit(
-        self, weight: Tensor, seen: InputStatistics | None
+        self, weight: Tensor, seen: InputStatistics | None, judged: InputStatistics | None
     ) -> tuple[TernaryWeight, float, bool]:
         """Packed weight, mean threshold, and whether the source was ternary already."""
         settings = self.settings
@@ -488,8 +498,7 @@ class _Run:
                 target = weight
                 if residual is not None:
                     target = weight - residual.dense(weight.shape[1])
-                importance = None if moment is None else moment.diagonal()
-                signs = self._fit_signs(target, importance, is_calibrated=True)
+                signs = self._calibrated_signs(target, seen, judged)
             else:
                 if signs is None:
                     signs = self._fit_signs(weight, None, is_calibrated=False)
@@ -497,11 +506,25 @@ class _Run:
         assert signs is not None, "there is at least one step"
         return build_weight(signs, residual, settings.packing), signs.threshold, False
 
+    def _calibrated_signs(
+        self, target: Tensor, seen: InputStatistics | None, judged: InputStatistics | None
+    ) -> TernaryFit:
+        """PTQ1_0."""
+        if self.settings.method == "feedback" and seen is not None:
+            return fit_feedback(
+                target,
+                seen.second_moment(),
+                judged=None if judged is None else judged.second_moment(),
+                scale_group=self.settings.scale_group,
+            )
+        importance = None if seen is None else seen.second_moment().diagonal()
+        return self._fit_signs(target, importance, is_calibrated=True)
+
     def _fit_signs(
         self, weight: Tensor, importance: Tensor | None, *, is_calibrated: bool
     ) -> TernaryFit:
         settings = self.settings
-        if settings.method == "optimal":
+        if settings.method != "paper":
             return fit_optimal(weight, importance=importance, scale_group=settings.scale_group)
         threshold = settings.threshold
         if threshold is None:

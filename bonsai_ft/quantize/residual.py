@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from bonsai_ft.format.packing import GROUP, pack_codes, pack_signs
 from bonsai_ft.format.weight import Residual, TernaryWeight
+from bonsai_ft.quantize.metric import checked_moment, damped, quadratic, row_slices
 from bonsai_ft.quantize.ternary import TernaryFit
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "fit_residual_activation",
     "fit_residual_kmeans",
     "fit_zero_residual",
-    "output_error",
-    "relative_mse",
     "to_residual",
 ]
 
@@ -150,9 +149,9 @@ def fit_residual_activation(
     _check_codec(dim, k, storage)
     if damping < 0 or sweeps < 1:
         raise ValueError(f"damping={damping} must be >= 0 and sweeps={sweeps} at least 1")
-    h = _checked_moment(second_moment, error)
+    h = checked_moment(second_moment, error)
     plain = fit_residual_kmeans(error, dim=dim, k=k, seed=seed, storage=storage)
-    damped = _damped(h, damping, dim)
+    metric = damped(h, damping)
     uniforms = _uniforms((len(plain.mu), k), seed, error)
     in_features, per_group = error.shape[1], GROUP // dim
     codes, codebook = torch.zeros_like(plain.codes), torch.zeros_like(plain.codebook)
@@ -164,8 +163,8 @@ def fit_residual_activation(
             subs = slice(group * per_group, (group + 1) * per_group)
             problem = _GroupProblem(
                 present=residual[:, inputs],
-                product=difference @ damped[:, inputs],
-                metric=damped[inputs, inputs],
+                product=difference @ metric[:, inputs],
+                metric=metric[inputs, inputs],
                 mu=plain.mu[group : group + 1],
                 sigma=plain.sigma[group : group + 1],
             )
@@ -213,29 +212,6 @@ def fit_zero_residual(
         mu=torch.zeros(groups, dtype=torch.float16, device=scale.device),
         sigma=sigma.expand(groups).clone(),
     )
-
-
-def relative_mse(weight: Tensor, dequantised: Tensor) -> float:
-    """sum (w - q)^2 / sum w^2."""
-    lost = total = 0.0
-    for rows in _row_slices(weight):
-        reference = weight[rows].double()
-        lost += float((reference - dequantised[rows].double()).square().sum())
-        total += float(reference.square().sum())
-    return _ratio(lost, total)
-
-
-def output_error(weight: Tensor, dequantised: Tensor, second_moment: Tensor) -> float:
-    """tr(D H D^T) / tr(W H W^T) with D = W - Q: the relative mean square error of layer outputs.
-
-    Computed in the precision of `second_moment`, at least float32, and summed in float64.
-    """
-    h = second_moment.to(torch.promote_types(second_moment.dtype, torch.float32))
-    lost = sum(
-        _quadratic(weight[rows].to(h) - dequantised[rows].to(h), h) for rows in _row_slices(weight)
-    )
-    total = sum(_quadratic(weight[rows].to(h), h) for rows in _row_slices(weight))
-    return _ratio(lost, total)
 
 
 # k-means, batched over groups
@@ -387,53 +363,9 @@ def _stacked(block: Tensor, length: int, num: int) -> Tensor:
     return block[:, : num * length].view(len(block), num, length).transpose(0, 1)
 
 
-def _damped(h: Tensor, damping: float, dim: int) -> Tensor:
-    """H + damping * mean(diag H), more where the diagonal blocks are not positive definite yet.
-
-    A measured H is singular when inputs are dead or samples are few.
-    """
-    level = damping
-    for _ in range(8):
-        damped = h.clone()
-        damped.diagonal().add_(level)
-        blocks = damped.split(GROUP)
-        failed = [
-            torch.linalg.cholesky_ex(block[:, i * GROUP : i * GROUP + len(block)].double()).info
-            for i, block in enumerate(blocks)
-        ]
-        if not any(int(info) for info in failed):
-            return damped
-        level = max(10 * level, 1e-6)
-    raise ValueError("second_moment is not positive semi-definite; accumulate it in float64")
-
-
-def _checked_moment(second_moment: Tensor, error: Tensor) -> Tensor:
-    """H as float32 with mean diagonal 1, symmetric."""
-    in_features = error.shape[1]
-    if second_moment.shape != (in_features, in_features):
-        raise ValueError(
-            f"second_moment has shape {tuple(second_moment.shape)}, but the layer has "
-            f"{in_features} inputs; give [{in_features}, {in_features}]"
-        )
-    diagonal = second_moment.diagonal().double()
-    if not bool(second_moment.isfinite().all() & (diagonal >= 0).all()):
-        raise ValueError("second_moment holds non-finite values or a negative mean square")
-    unit = float(diagonal.mean())
-    if unit == 0:
-        # No input was ever seen: all of them count the same.
-        return torch.eye(in_features, device=error.device)
-    h = (second_moment.to(error.device) / unit).float()
-    return (h + h.T) / 2
-
-
 def _objective(error: Tensor, fit: ResidualFit, h: Tensor) -> float:
     residual = fit.dense(error.shape[1])
-    return sum(_quadratic(error[rows].float() - residual[rows], h) for rows in _row_slices(error))
-
-
-def _quadratic(difference: Tensor, h: Tensor) -> float:
-    """tr(D H D^T)."""
-    return float(((difference @ h) * difference).sum(dtype=torch.float64))
+    return sum(quadratic(error[rows].float() - residual[rows], h) for rows in row_slices(error))
 
 
 # Groups and their numbers
@@ -477,18 +409,6 @@ def _uniforms(shape: tuple[int, int], seed: int, like: Tensor) -> Tensor:
     """Drawn on the CPU, so that a seed means the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device)
-
-
-def _row_slices(weight: Tensor) -> Iterator[slice]:
-    step = max(1, BATCH_ELEMENTS // weight.shape[1])
-    for start in range(0, len(weight), step):
-        yield slice(start, start + step)
-
-
-def _ratio(lost: float, total: float) -> float:
-    if total > 0:
-        return lost / total
-    return 0.0 if lost == 0 else math.inf
 
 
 def _check_codec(dim: int, k: int, storage: torch.dtype) -> None:

@@ -18,7 +18,15 @@ from torch.nn import functional as F
 
 from bonsai_ft.format.packing import GROUP
 
-__all__ = ["TernaryFit", "calibrate_threshold", "exact_ternary", "fit_optimal", "fit_paper"]
+__all__ = [
+    "TernaryFit",
+    "best_scale",
+    "calibrate_threshold",
+    "check_weight",
+    "exact_ternary",
+    "fit_optimal",
+    "fit_paper",
+]
 
 SCALE_GROUPS = ("128", "channel")
 FLOAT16_MAX = 65504.0
@@ -62,14 +70,14 @@ def fit_optimal(
     Raises ValueError on weights or importances that are not finite, and on a scale that float16
     cannot hold.
     """
-    _check_weight(weight)
+    check_weight(weight)
     width = _group_width(weight, scale_group)
     h = None if importance is None else _grouped_importance(importance, weight, width)
     signs = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = []
     for rows, groups in _row_chunks(weight, width):
         magnitude = groups.float().abs()
-        scale = _best_scale(magnitude, h).to(torch.float16)
+        scale = best_scale(magnitude, h).to(torch.float16)
         _check_scale(scale, rows)
         # With the rounded scale, |w| > s/2 is again the best T, so rounding never costs more than
         # it must. The half is exact in float32.
@@ -84,7 +92,7 @@ def fit_optimal(
 
 def fit_paper(weight: Tensor, *, threshold: float = 0.008) -> TernaryFit:
     """T = sign(w) where |w| > threshold; a row's scale is 0.7 * std of the weights that T keeps."""
-    _check_weight(weight)
+    check_weight(weight)
     if not (math.isfinite(threshold) and threshold >= 0):
         raise ValueError(f"threshold={threshold} is not allowed; give a finite number >= 0")
     signs = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -108,7 +116,7 @@ def calibrate_threshold(weight: Tensor, importance: Tensor | None, candidates: i
 
     The grid is `candidates` evenly spaced quantiles of |w|, the first one 0 (every weight kept).
     """
-    _check_weight(weight)
+    check_weight(weight)
     if candidates < 1:
         raise ValueError(f"candidates={candidates} is not allowed; give at least 1")
     grid = _quantiles(weight, candidates)
@@ -144,7 +152,7 @@ def exact_ternary(weight: Tensor, scale_group: str = "128") -> TernaryFit | None
 
     A negative zero counts as 0.
     """
-    _check_weight(weight)
+    check_weight(weight)
     width = _group_width(weight, scale_group)
     signs = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = []
@@ -161,7 +169,7 @@ def exact_ternary(weight: Tensor, scale_group: str = "128") -> TernaryFit | None
     return TernaryFit(signs=signs, scale=scale, threshold=_mean(scale) / 2)
 
 
-def _best_scale(magnitude: Tensor, h: Tensor | None) -> Tensor:
+def best_scale(magnitude: Tensor, h: Tensor | None) -> Tensor:
     """The real-valued best scale, float64 [R, G], for |w| of shape [R, G, N] and h of [G, N]."""
     if h is None:
         ordered = magnitude.sort(dim=-1, descending=True).values.double()
@@ -226,7 +234,7 @@ def _grouped_importance(importance: Tensor, weight: Tensor, width: int) -> Tenso
     return h / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
-def _check_weight(weight: Tensor) -> None:
+def check_weight(weight: Tensor) -> None:
     if weight.dim() != 2 or weight.numel() == 0 or not weight.is_floating_point():
         raise ValueError(
             f"weight is {weight.dtype} of shape {tuple(weight.shape)}; "
