@@ -1,4 +1,4 @@
-# make train   set up .venv, then fine-tune SmolLM2-135M on the bundled Chinese set (under 15 minutes on 2 cores)
+# make train   set up .venv, then fine-tune SmolLM2-135M on the bundled Chinese set (13 to 18 minutes on 2 cores)
 # make test    set up .venv, then lint, types and the whole test suite
 # make fast    the fast tests only
 # make gpu-check   on a machine with an NVIDIA GPU: its tests and benchmark; installs nothing
