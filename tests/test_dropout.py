@@ -67,12 +67,13 @@ def test_strides_do_not_matter():
     assert torch.equal(dropout(x.T.contiguous().T, 0.3, 1), dropout(x, 0.3, 1))
 
 
+@pytest.mark.parametrize("leading", [(2, 3), (), (0,)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_the_low_rank_term_has_exact_gradients(p):
+def test_the_low_rank_term_has_exact_gradients(p, leading):
     torch.manual_seed(0)
     y, x, a, b = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 3, 6), (2, 3, 5), (4, 5), (6, 4))
+        for shape in ((*leading, 6), (*leading, 5), (4, 5), (6, 4))
     )
     # a function may not change a leaf in place
     assert torch.autograd.gradcheck(
