@@ -83,7 +83,6 @@ def test_checkpointing_lowers_the_planned_activations(tiny_base):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed blocks")
 def test_a_large_block_goes_back_to_the_system_when_it_is_freed():
     script = """
-import pytest
 import torch
 from bonsai_ft.train.memory import RETURNED_BYTES, resident_bytes, return_large_blocks
 assert return_large_blocks()

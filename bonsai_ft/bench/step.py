@@ -40,8 +40,10 @@ from bonsai_ft.bench.timing import (
 )
 from bonsai_ft.data.batches import Batch
 from bonsai_ft.train.loss import sum_loss
-from bonsai_ft.train.memory import LIMIT_OF_GLIBC, RETURNED_BYTES, return_large_blocks
+from bonsai_ft.train.memory import RETURNED_BYTES, return_large_blocks
 
+# How large blocks must be before glibc, left alone, gives them back at last.
+LIMIT_OF_GLIBC = 32 << 20
 RANK, ALPHA, DROPOUT = 8, 16, 0.05
 LORA, QLORA, SAME_LOSS = "PEFT LoRA", "NF4 QLoRA", "PEFT LoRA, our loss"
 MEMORY_STEPS = 2

@@ -159,7 +159,6 @@ class CpuDecoder:
             head=self._address(head),
             head_bias=self._address(head_bias),
             final_norm=self._address(final_norm),
-            positions=shape.positions,
             sequences=shape.sequences,
             eps=shape.eps,
             attention_scale=shape.attention_scale,

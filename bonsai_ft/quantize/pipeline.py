@@ -453,14 +453,16 @@ class _Run:
     ) -> tuple[TernaryWeight, LayerReport]:
         """One layer's packed weight, and how well it stands for the float one."""
         weight = self._read(f"{name}.weight").float()
+        moment = None if seen is None else seen.second_moment()
+        judge = None if judged is None else judged.second_moment()
         try:
-            packed, threshold, is_exact = self._fit(weight, seen, judged)
+            packed, threshold, is_exact = self._fit(weight, moment, judge)
         except ValueError as error:
             raise ValueError(f"{self.source.label}: layer {name}: {error}") from error
         decoded = packed.dequantize()
         error_of_outputs = None
-        if judged is not None:
-            error_of_outputs = output_error(weight, decoded, judged.second_moment())
+        if judge is not None:
+            error_of_outputs = output_error(weight, decoded, judge)
         return packed, LayerReport(
             name=name,
             shape=(packed.out_features, packed.in_features),
@@ -474,11 +476,10 @@ class _Run:
         )
 
     def _fit(
-        self, weight: Tensor, seen: InputStatistics | None, judged: InputStatistics | None
+        self, weight: Tensor, moment: Tensor | None, judge: Tensor | None
     ) -> tuple[TernaryWeight, float, bool]:
         """Packed weight, mean threshold, and whether the source was ternary already."""
         settings = self.settings
-        moment = None if seen is None else seen.second_moment()
         has_residual = "pq2_0" in settings.steps
         if (exact := exact_ternary(weight, settings.scale_group)) is not None:
             residual = None
@@ -498,7 +499,7 @@ class _Run:
                 target = weight
                 if residual is not None:
                     target = weight - residual.dense(weight.shape[1])
-                signs = self._calibrated_signs(target, seen, judged)
+                signs = self._calibrated_signs(target, moment, judge)
             else:
                 if signs is None:
                     signs = self._fit_signs(weight, None, is_calibrated=False)
@@ -507,17 +508,12 @@ class _Run:
         return build_weight(signs, residual, settings.packing), signs.threshold, False
 
     def _calibrated_signs(
-        self, target: Tensor, seen: InputStatistics | None, judged: InputStatistics | None
+        self, target: Tensor, moment: Tensor | None, judge: Tensor | None
     ) -> TernaryFit:
         """PTQ1_0."""
-        if self.settings.method == "feedback" and seen is not None:
-            return fit_feedback(
-                target,
-                seen.second_moment(),
-                judged=None if judged is None else judged.second_moment(),
-                scale_group=self.settings.scale_group,
-            )
-        importance = None if seen is None else seen.second_moment().diagonal()
+        if self.settings.method == "feedback" and moment is not None:
+            return fit_feedback(target, moment, judged=judge, scale_group=self.settings.scale_group)
+        importance = None if moment is None else moment.diagonal()
         return self._fit_signs(target, importance, is_calibrated=True)
 
     def _fit_signs(

@@ -23,7 +23,6 @@ HEAP_OVERHEAD = 0.8
 # Blocks from this size on go back to the system when they are freed. Left alone, glibc moves its
 # limit up to 32 MiB and keeps what lies below: a tenth of the peak at the shape of a 1B model.
 RETURNED_BYTES = 8 << 20
-LIMIT_OF_GLIBC = 32 << 20
 M_MMAP_THRESHOLD = -3
 
 
